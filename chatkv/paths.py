@@ -1,0 +1,57 @@
+"""Where chatkv keeps things: four folders, under `CHATKV_HOME` or the system's own places.
+
+Conversations are data (backed up, never deleted by us); KV blocks, prepared weights and
+calibrations are cache (may vanish at any time); sockets and locks are runtime.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Folders:
+    data: Path
+    cache: Path
+    config: Path
+    runtime: Path
+
+    @property
+    def conversations(self) -> Path:
+        """The SQLite file of all conversations."""
+        return self.data / "conversations.sqlite3"
+
+    @property
+    def kv(self) -> Path:
+        """The LMDB environment of KV blocks."""
+        return self.cache / "kv"
+
+    @property
+    def models(self) -> Path:
+        """Prepared models: one folder per weights digest."""
+        return self.cache / "models"
+
+    def make(self) -> Folders:
+        """Create the folders, readable by their owner alone; returns self."""
+        for folder in (self.data, self.cache, self.config, self.runtime):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return self
+
+
+def folders() -> Folders:
+    """The folders in force: below `CHATKV_HOME` when it is set, else the platform's."""
+    home = os.environ.get("CHATKV_HOME")
+    if home:
+        root = Path(home).expanduser().absolute()
+        return Folders(root / "data", root / "cache", root / "config", root / "run")
+    import platformdirs
+
+    dirs = platformdirs.PlatformDirs("chatkv", appauthor=False)
+    return Folders(
+        Path(dirs.user_data_dir),
+        Path(dirs.user_cache_dir),
+        Path(dirs.user_config_dir),
+        Path(dirs.user_runtime_dir),
+    )
