@@ -1,0 +1,147 @@
+"""What a conversation is made of: sessions, turns, and how each lies in its SQLite row.
+
+A turn holds the exact token ids that were fed (`prompt_ids`: what this turn added in front of the
+reply, never the history) and sampled (`reply_ids`). Turns form a tree; a session is a name for
+one path through it, and its token log is prompt_ids + reply_ids of every turn on that path.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import sys
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+TurnState = Literal["pending", "streaming", "done", "interrupted"]
+UNFINISHED = ("pending", "streaming")
+
+
+@dataclass(frozen=True)
+class Session:
+    """One conversation as it is listed; times are epoch seconds, `namespace` is hex."""
+
+    id: str  # 26 characters, a ULID
+    title: str
+    created_at: float
+    updated_at: float
+    head: str | None  # id of the newest turn, None before the first
+    model: str  # the model's display name
+    namespace: str | None  # of its KV blocks, None until a model has been loaded for it
+    settings: dict[str, Any]
+    pinned: bool
+    num_turns: int
+    num_tokens: int  # length of the token log up to and including the head
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the user said, what was answered, and the exact tokens of both."""
+
+    id: str
+    session_id: str  # the session that owns it (others may share it)
+    parent_id: str | None
+    index: int  # the first turn is 1
+    tokens_before: int  # length of the token log in front of this turn
+    system_text: str | None  # first turn only
+    user_text: str
+    reply_text: str
+    prompt_ids: array[int]  # u32
+    reply_ids: array[int]  # u32
+    state: TurnState
+    finish_reason: str | None
+    seed: int
+    rng_draws_before: int
+    rng_draws_after: int
+    stats: dict[str, Any]
+    created_at: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this turn alone."""
+        return len(self.prompt_ids) + len(self.reply_ids)
+
+
+@dataclass(frozen=True)
+class SearchHit:
+    """A session that matched; `turn_index` is the newest matching turn, None for its title."""
+
+    session: Session
+    turn_index: int | None
+    snippet: str
+    num_hits: int  # matching turns, the title counted as one
+
+
+def ids_to_blob(ids: Iterable[int]) -> bytes:
+    """Token ids as little-endian u32; OverflowError for an id outside of u32."""
+    words = array("I", ids)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
+
+
+def blob_to_ids(blob: bytes) -> array[int]:
+    """The inverse of `ids_to_blob`."""
+    words = array("I")
+    words.frombytes(blob)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words
+
+
+def storable(text: str) -> str:
+    """`text` as SQLite can hold it: lone surrogates (undecodable input bytes) become `?`."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def title_from(text: str, max_chars: int = 60) -> str:
+    """A title out of the user's first words: one line, cut at a word where that is possible."""
+    line = " ".join(text.split())
+    if len(line) <= max_chars:
+        return line
+    cut = line[: max_chars - 1]
+    return cut[: cut.rfind(" ")] + "…" if " " in cut[max_chars // 2 :] else cut + "…"
+
+
+# Length of a session's log: everything before its head, and the head's own ids at 4 bytes each.
+SELECT_SESSION = """
+    SELECT s.id, s.title, s.created_at, s.updated_at, s.head, s.model, s.namespace, s.settings,
+           s.pinned, coalesce(t.position, 0),
+           coalesce(t.tokens_before + (length(t.prompt_ids) + length(t.reply_ids)) / 4, 0)
+    FROM sessions s LEFT JOIN turns t ON t.id = s.head
+"""
+TURN_COLUMNS = """
+    id, session_id, parent_id, position, tokens_before, system_text, user_text, reply_text,
+    prompt_ids, reply_ids, state, finish_reason, seed, rng_draws_before, rng_draws_after, stats,
+    created_at
+"""
+
+
+def session_from_row(row: tuple[Any, ...]) -> Session:
+    """A row of `SELECT_SESSION`."""
+    *front, settings, pinned, num_turns, num_tokens = row
+    return Session(*front, json.loads(settings), bool(pinned), num_turns, num_tokens)
+
+
+def turn_from_row(row: tuple[Any, ...]) -> Turn:
+    """A row of `TURN_COLUMNS`."""
+    *texts, prompt, reply, state, reason, seed, before, after, stats, created_at = row
+    return Turn(
+        *texts,
+        blob_to_ids(prompt),
+        blob_to_ids(reply),
+        state,
+        reason,
+        int(seed),  # kept as text: seeds of 64 bits and more do not fit SQLite's integers
+        before,
+        after,
+        json.loads(stats),
+        created_at,
+    )
+
+
+def fetch_turn(conn: sqlite3.Connection, turn_id: str) -> Turn | None:
+    row = conn.execute(f"SELECT {TURN_COLUMNS} FROM turns WHERE id = ?", (turn_id,)).fetchone()
+    return turn_from_row(row) if row else None

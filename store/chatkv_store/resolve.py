@@ -1,0 +1,58 @@
+"""From what a person types (id, prefix or title) to one session, or a line that helps them on."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from .errors import SessionAmbiguous, SessionNotFound
+from .records import SELECT_SESSION, Session, session_from_row, storable
+from .ulid import ALPHABET
+
+MIN_PREFIX_CHARS = 4
+_NAMED = 3  # candidates that an error line names
+
+
+def by_id(conn: sqlite3.Connection, session_id: str) -> Session:
+    """The session with exactly this id; SessionNotFound where it is gone."""
+    row = conn.execute(f"{SELECT_SESSION} WHERE s.id = ?", (session_id,)).fetchone()
+    if row is None:
+        raise SessionNotFound(f"there is no session {session_id}")
+    return session_from_row(row)
+
+
+def session(conn: sqlite3.Connection, ref: str) -> Session:
+    """The one session that `ref` names: full id, else exact title, else unique id prefix."""
+    ref = storable(ref.strip())
+    prefix = ref.lower()
+    found = _select(conn, "s.id = ?", prefix) or _select(conn, "s.title = ?", ref)
+    if not found and len(prefix) >= MIN_PREFIX_CHARS and set(prefix) <= set(ALPHABET):
+        # "{" follows "z": every id that begins with the prefix lies in this range of the index.
+        found = _select(conn, "s.id >= ? AND s.id < ?", prefix, prefix + "{")
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise SessionAmbiguous(
+            f'"{ref}" names {len(found)} sessions: {_named(found)}; give more of the id'
+        )
+    raise SessionNotFound(_nothing_found(conn, ref))
+
+
+def _select(conn: sqlite3.Connection, condition: str, *values: str) -> list[Session]:
+    rows = conn.execute(f"{SELECT_SESSION} WHERE {condition} ORDER BY s.touched DESC", values)
+    return [session_from_row(row) for row in rows]
+
+
+def _nothing_found(conn: sqlite3.Connection, ref: str) -> str:
+    newest = _select(conn, "s.touched > 0")
+    if not newest:
+        return f'there is no session "{ref}": no conversation has been saved yet'
+    hint = ""
+    if 0 < len(ref) < MIN_PREFIX_CHARS:
+        hint = f" (a prefix of an id needs at least {MIN_PREFIX_CHARS} characters)"
+    return f'there is no session "{ref}"{hint}; the last ones are {_named(newest)}'
+
+
+def _named(sessions: list[Session]) -> str:
+    listed = ", ".join(f'{one.id} "{one.title}"' for one in sessions[:_NAMED])
+    rest = len(sessions) - _NAMED
+    return listed if rest <= 0 else f"{listed} and {rest} more"

@@ -1,0 +1,115 @@
+"""The tree of turns: walking a path, forking off it, and dropping what nobody reaches.
+
+The rule that keeps deletion cheap: every turn is owned by one living session. So only the owner's
+own turns are candidates, and one of them stays exactly when something of another session hangs on
+it: that session's head, or a turn that it owns further down.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Any
+
+from .errors import StoreBusy, StoreError
+from .records import TURN_COLUMNS, UNFINISHED, Session, Turn, turn_from_row
+
+EXPORT_FORMAT = "chatkv-conversation"
+EXPORT_VERSION = 1
+
+
+def chain(conn: sqlite3.Connection, head: str | None) -> list[Turn]:
+    """The turns from the root down to `head`."""
+    columns = ", ".join(f"turns.{name.strip()}" for name in TURN_COLUMNS.split(","))
+    rows = conn.execute(
+        f"""WITH RECURSIVE path(id) AS (
+                SELECT ?
+                UNION ALL
+                SELECT turns.parent_id FROM turns JOIN path ON turns.id = path.id
+            )
+            SELECT {columns} FROM path JOIN turns ON turns.id = path.id
+            ORDER BY turns.position""",
+        (head,),
+    )
+    return [turn_from_row(row) for row in rows]
+
+
+def turn_to_fork_at(conn: sqlite3.Connection, session: Session, at_turn: int | None) -> str | None:
+    """The id of the turn that a fork of `session` ends with, None for a fork without turns."""
+    if at_turn == 0:
+        return None
+    turns = chain(conn, session.head)
+    if at_turn is None:
+        settled = [turn for turn in turns if turn.state not in UNFINISHED]
+        return settled[-1].id if settled else None
+    if not 0 < at_turn <= len(turns):
+        raise StoreError(
+            f"session {session.id} has {len(turns)} turns; there is no turn {at_turn} to fork at"
+        )
+    turn = turns[at_turn - 1]
+    if turn.state in UNFINISHED:
+        raise StoreBusy(f"turn {at_turn} of session {session.id} is still being written")
+    return turn.id
+
+
+def drop_session(conn: sqlite3.Connection, session_id: str) -> int:
+    """Delete the session and its turns that no other session reaches; returns their number."""
+    heirs = conn.execute(
+        """SELECT mine.id, other.id FROM turns mine JOIN sessions other ON other.head = mine.id
+               WHERE mine.session_id = :gone AND other.id != :gone
+           UNION
+           SELECT mine.id, child.session_id FROM turns mine JOIN turns child
+               ON child.parent_id = mine.id
+               WHERE mine.session_id = :gone AND child.session_id != :gone
+           ORDER BY 1, 2""",
+        {"gone": session_id},
+    ).fetchall()
+    for turn_id, heir in heirs:
+        # Up to the root, or to the first turn that has found another owner already.
+        conn.execute(
+            """WITH RECURSIVE kept(id) AS (
+                   SELECT id FROM turns WHERE id = :turn AND session_id = :gone
+                   UNION ALL
+                   SELECT parent.id FROM kept JOIN turns ON turns.id = kept.id
+                       JOIN turns parent ON parent.id = turns.parent_id
+                       WHERE parent.session_id = :gone
+               )
+               UPDATE turns SET session_id = :heir WHERE id IN (SELECT id FROM kept)""",
+            {"turn": turn_id, "gone": session_id, "heir": heir},
+        )
+    conn.execute("DELETE FROM sessions WHERE id = ?", (session_id,))
+    return conn.execute("DELETE FROM turns WHERE session_id = ?", (session_id,)).rowcount
+
+
+def as_plain_values(session: Session, turns: list[Turn]) -> dict[str, Any]:
+    """One conversation as JSON values: the session's record and every turn, oldest first."""
+    return {
+        "format": EXPORT_FORMAT,
+        "version": EXPORT_VERSION,
+        "session": session.id,
+        "title": session.title,
+        "model": session.model,
+        "namespace": session.namespace,
+        "created_at": session.created_at,
+        "updated_at": session.updated_at,
+        "settings": session.settings,
+        "pinned": session.pinned,
+        "turns": [
+            {
+                "id": turn.id,
+                "index": turn.index,
+                "created_at": turn.created_at,
+                "state": turn.state,
+                "finish_reason": turn.finish_reason,
+                "system": turn.system_text,
+                "user": turn.user_text,
+                "reply": turn.reply_text,
+                "prompt_ids": list(turn.prompt_ids),
+                "reply_ids": list(turn.reply_ids),
+                "seed": turn.seed,
+                "rng_draws_before": turn.rng_draws_before,
+                "rng_draws_after": turn.rng_draws_after,
+                "stats": turn.stats,
+            }
+            for turn in turns
+        ],
+    }
