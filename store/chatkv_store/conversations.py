@@ -127,7 +127,7 @@ class Conversations:
             return [session_from_row(row) for row in rows]
 
     def search(self, text: str, limit: int | None = 20) -> list[SearchHit]:
-        """Sessions whose title or one of whose turns holds every word of `text`, taken literally."""
+        """Sessions with every word of `text`, taken literally, in the title or in one turn."""
         with self._database.read() as conn:
             return find_sessions(conn, text, limit)
 

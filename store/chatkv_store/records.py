@@ -122,13 +122,14 @@ TURN_COLUMNS = """
 def session_from_row(row: tuple[Any, ...]) -> Session:
     """A row of `SELECT_SESSION`."""
     *front, settings, pinned, num_turns, num_tokens = row
-    return Session(*front, json.loads(settings), bool(pinned), num_turns, num_tokens)
+    fields = [*front, json.loads(settings), bool(pinned), num_turns, num_tokens]
+    return Session(*fields)
 
 
 def turn_from_row(row: tuple[Any, ...]) -> Turn:
     """A row of `TURN_COLUMNS`."""
     *texts, prompt, reply, state, reason, seed, before, after, stats, created_at = row
-    return Turn(
+    fields = [
         *texts,
         blob_to_ids(prompt),
         blob_to_ids(reply),
@@ -139,7 +140,8 @@ def turn_from_row(row: tuple[Any, ...]) -> Turn:
         after,
         json.loads(stats),
         created_at,
-    )
+    ]
+    return Turn(*fields)
 
 
 def fetch_turn(conn: sqlite3.Connection, turn_id: str) -> Turn | None:
