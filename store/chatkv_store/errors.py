@@ -1,45 +1,56 @@
-"""Every way the disk tier can refuse, as one tree; `str()` of each is one clear line.
+"""Every error the disk tier raises, as one tree.
 
-StoreError                  the disk tier cannot do what was asked
-├── StoreFull               no space left on the disk, or the budget is spent
-├── StoreReadOnly           the files or their folder may not be written
-├── StoreBusy               another process holds what is needed; its pid is named
-├── StoreVersionError       written by a newer chatkv
-├── StoreDamaged            the bytes on disk are not what was written
-├── SessionNotFound         no conversation answers to this name
-└── SessionAmbiguous        several do; they are named
+    StoreError                 one line: what, where, what to do
+    ├── StoreFull              the cap, the map or the disk has no room; nothing was written
+    ├── StoreVersionError      written by a newer chatkv
+    ├── StoreDamaged           the file is not what LMDB or SQLite wrote
+    ├── StoreBusy              somebody else holds it
+    ├── StoreReadOnly          no permission to write here
+    ├── SessionNotFound        an id, prefix or title that names no session
+    ├── SessionAmbiguous       ... or several
+    └── BlockMiss              one KV block that cannot be used: recompute it
+
+`BlockMiss` is the everyday one: any block may be missing at any time, and the cost is time only.
 """
 
 from __future__ import annotations
 
 
 class StoreError(Exception):
-    """The disk tier cannot do what was asked."""
+    """Base of all errors of the disk tier; `str()` is one clear line."""
 
 
 class StoreFull(StoreError):
-    """No space left on the disk, or the budget is spent."""
-
-
-class StoreReadOnly(StoreError):
-    """The files or their folder may not be written."""
-
-
-class StoreBusy(StoreError):
-    """Another process holds what is needed."""
+    """No room: the byte cap is reached or the disk is full. What was stored before stays."""
 
 
 class StoreVersionError(StoreError):
-    """The files were written by a newer chatkv."""
+    """The store was written by a newer version, whose format this one does not know."""
 
 
 class StoreDamaged(StoreError):
-    """The bytes on disk are not what was written."""
+    """The file itself is broken (cut, overwritten, of another kind)."""
+
+
+class StoreBusy(StoreError):
+    """Another process, or another object of this process, holds what is needed."""
+
+
+class StoreReadOnly(StoreError):
+    """The store was opened for reading, or lies where this user may not write."""
 
 
 class SessionNotFound(StoreError):
-    """No conversation answers to this id, prefix or title."""
+    """No session has this id, prefix or title."""
 
 
 class SessionAmbiguous(StoreError):
-    """Several conversations answer to this prefix or title."""
+    """Several sessions match; the message names them."""
+
+
+class BlockMiss(StoreError):
+    """A block cannot be used; `reason` says why. The caller recomputes it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
