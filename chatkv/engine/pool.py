@@ -1,0 +1,143 @@
+"""The KV of live sequences on one device: a pool of blocks, and each sequence's run of them.
+
+On a CPU a sequence's blocks are consecutive, so its keys of one layer and head are one contiguous
+stretch of memory and attention reads views, never copies. A run that cannot grow where it is
+moves to where it can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from chatkv.errors import ContextFull
+from chatkv.model.config import ModelConfig
+
+BLOCK_TOKENS = 64
+
+
+@dataclass(eq=False)
+class Run:
+    """The consecutive blocks of one sequence: [first_block, first_block + num_blocks)."""
+
+    first_block: int = 0
+    num_blocks: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.first_block + self.num_blocks
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit."""
+        return self.num_blocks * BLOCK_TOKENS
+
+    @property
+    def first_slot(self) -> int:
+        """Index of the run's first token among the pool's token slots."""
+        return self.first_block * BLOCK_TOKENS
+
+
+@dataclass
+class BlockPool:
+    """`num_blocks` blocks of `BLOCK_TOKENS` tokens for every layer.
+
+    kv: [num_layers, 2 (keys, values), num_kv_heads, num_blocks * BLOCK_TOKENS, head_dim].
+    Memory is committed by the system as it is first written, so a large pool costs little.
+    """
+
+    config: ModelConfig
+    num_blocks: int
+    dtype: torch.dtype
+    device: torch.device
+    runs: list[Run] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        slots = self.num_blocks * BLOCK_TOKENS
+        self.kv = torch.empty(
+            (config.num_layers, 2, config.num_kv_heads, slots, config.head_dim),
+            dtype=self.dtype,
+            device=self.device,
+        )
+        # Views made once: slicing a five-dimensional tensor 60 times a token shows in a profile.
+        self.keys = [self.kv[layer, 0] for layer in range(config.num_layers)]
+        self.values = [self.kv[layer, 1] for layer in range(config.num_layers)]
+
+    @property
+    def free_blocks(self) -> int:
+        return self.num_blocks - sum(run.num_blocks for run in self.runs)
+
+    def reserve(self, run: Run, num_tokens: int) -> None:
+        """Make room in `run` for num_tokens tokens in all; its KV keeps its values.
+
+        The run may move. Raises ContextFull, with nothing changed, when they do not fit.
+        """
+        needed = -(-num_tokens // BLOCK_TOKENS)
+        if needed <= run.num_blocks:
+            return
+        if run.num_blocks and needed <= self._room_after(run):
+            run.num_blocks = needed
+            return
+        start, size = max(self._gaps(), key=lambda gap: gap[1], default=(0, 0))
+        if size < needed:
+            raise ContextFull(
+                f"{num_tokens} tokens do not fit into memory: "
+                f"{self.free_blocks * BLOCK_TOKENS} tokens of KV are free"
+            )
+        # Not right behind a neighbour where there is room to spare: both may have to grow.
+        first = start + (size - needed) // 2 if start else start
+        old = slice(run.first_slot, run.first_slot + run.capacity)
+        if run.num_blocks:
+            slot = first * BLOCK_TOKENS
+            self.kv[:, :, :, slot : slot + run.capacity] = self.kv[:, :, :, old].clone()
+        else:
+            self.runs.append(run)
+        run.first_block, run.num_blocks = first, needed
+
+    def release(self, run: Run) -> None:
+        """Give the run's blocks back; the run is empty then."""
+        self.runs = [other for other in self.runs if other is not run]
+        run.first_block = run.num_blocks = 0
+
+    def slots(self, run: Run, start: int, stop: int) -> Tensor:
+        """View of the KV of a run's tokens [start, stop) in every layer, shaped as `kv`."""
+        base = run.first_slot
+        return self.kv[:, :, :, base + start : base + stop]
+
+    def _room_after(self, run: Run) -> int:
+        """Blocks this run could have without moving."""
+        following = [other.first_block for other in self.runs if other.first_block >= run.end]
+        return min(following, default=self.num_blocks) - run.first_block
+
+    def _gaps(self) -> list[tuple[int, int]]:
+        """Free stretches as (first block, number of blocks)."""
+        gaps, cursor = [], 0
+        for run in sorted(self.runs, key=lambda run: run.first_block):
+            gaps.append((cursor, run.first_block - cursor))
+            cursor = run.end
+        gaps.append((cursor, self.num_blocks - cursor))
+        return [gap for gap in gaps if gap[1] > 0]
+
+
+@dataclass
+class RunSpan:
+    """`length` new tokens of a run, behind the `start` it already holds (a `decoder.Span`)."""
+
+    pool: BlockPool
+    run: Run
+    start: int
+    length: int
+
+    def __post_init__(self) -> None:
+        self._base = self.run.first_slot
+        self._new = self._base + self.start
+        self._end = self._new + self.length
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        pool_keys, pool_values = self.pool.keys[layer], self.pool.values[layer]
+        pool_keys[:, self._new : self._end].copy_(keys.transpose(0, 1))
+        pool_values[:, self._new : self._end].copy_(values.transpose(0, 1))
+        return pool_keys[:, self._base : self._end], pool_values[:, self._base : self._end]
