@@ -1,0 +1,124 @@
+"""The documents tell the truth: links lead somewhere, commands and options exist, files too."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DOCUMENTS = [
+    REPOSITORY / "README.md",
+    REPOSITORY / "CHANGELOG.md",
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+]
+DOCUMENT = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+# Places a document may name by path; anything else in backticks is not taken for a file.
+PATH_IN_BACKTICKS = re.compile(r"`((?:chatkv|store|kernels|tests|scripts|docs|\.ci)/[\w./-]*)`")
+
+
+def _text(document: Path) -> str:
+    return document.read_text(encoding="utf-8")
+
+
+def _without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def _anchors(document: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", _without_code(_text(document)), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _commands(document: Path) -> list[list[str]]:
+    """The words of every command in the document's sh blocks, comments and pipes taken apart."""
+    commands: list[list[str]] = []
+    for block in re.findall(r"^```sh\n(.*?)^```$", _text(document), re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.shlex(line, posix=True, punctuation_chars="|;&")
+            words.whitespace_split = True
+            current: list[str] = []
+            for word in words:
+                if set(word) <= set("|;&"):
+                    commands.append(current)
+                    current = []
+                else:
+                    current.append(word)
+            commands.append(current)
+    return [command for command in commands if command]
+
+
+@DOCUMENT
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", _without_code(_text(document))):
+        if re.match(r"\w+:", target):
+            continue  # the web is not ours to test
+        path, _, anchor = target.partition("#")
+        file = (document.parent / path) if path else document
+        assert file.exists(), f"{document.name} links to {target}, which does not exist"
+        if anchor:
+            assert anchor in _anchors(file), f"{document.name}: no heading for {target}"
+
+
+@DOCUMENT
+def test_files_that_are_named_exist(document: Path) -> None:
+    for name in PATH_IN_BACKTICKS.findall(_text(document)):
+        assert (REPOSITORY / name).exists(), f"{document.name} names {name}"
+
+
+@cache
+def _help(verbs: tuple[str, ...]) -> str | None:
+    """The help of `chatkv VERBS`, None if there is no such command."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from chatkv.cli.main import main; main()", *verbs, "--help"],
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=60,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([".", "kernels", "store"])},
+    )
+    return done.stdout if done.returncode == 0 else None
+
+
+GROUPS = {"sessions", "cache"}  # commands whose first argument is a verb of their own
+
+
+def test_commands_and_their_options_exist() -> None:
+    seen = 0
+    for document in DOCUMENTS:
+        for program, *arguments in _commands(document):
+            if program in ("./scripts/test", "./scripts/check", "bash"):
+                assert (REPOSITORY / (arguments[0] if program == "bash" else program)).exists()
+            elif program == "./scripts/chat":
+                _assert_command(document, ["ask", *arguments] if arguments else ["chat"])
+                seen += 1
+            elif program == "chatkv":
+                _assert_command(document, arguments)
+                seen += 1
+            else:
+                assert program in ("echo", "export"), f"{document.name}: what is {program}?"
+    assert seen >= 8
+
+
+def _assert_command(document: Path, arguments: list[str]) -> None:
+    verbs = tuple(arguments[: 2 if arguments[0] in GROUPS else 1])
+    text = _help(verbs)
+    assert text is not None, f"{document.name}: chatkv has no command {' '.join(verbs)}"
+    for option in arguments[len(verbs) :]:
+        if option.startswith("-"):
+            assert re.search(rf"(^|[\s,]){re.escape(option)}\b", text), f"{verbs} has no {option}"
+
+
+def test_readme_has_marked_commands_for_every_run() -> None:
+    """`.ci/run` runs the blocks below this mark as they are written."""
+    blocks = re.findall(r"^<!-- ci -->\n```sh\n", _text(REPOSITORY / "README.md"), re.MULTILINE)
+    assert len(blocks) >= 3
