@@ -19,6 +19,20 @@ from .errors import StoreBusy, StoreError, StoreFull, StoreReadOnly
 # `recover` holds a lease for a few milliseconds; a session that opens just then should not fail.
 _PATIENCE_S = 0.25
 
+# Locks taken by this process. A forked child shares the open files, and would keep a lease alive
+# after its holder's death: it closes its copies, which does not unlock the parent's.
+_open_files: set[int] = set()
+
+
+def _forget_the_parents() -> None:
+    for file in _open_files:
+        with suppress(OSError):
+            os.close(file)
+    _open_files.clear()
+
+
+os.register_at_fork(after_in_child=_forget_the_parents)
+
 
 class Leases:
     """The lock files of one conversations file, in a folder beside it."""
@@ -37,13 +51,16 @@ class Leases:
         path = self._folder / f"{session_id}.lock"
         file = self._acquire(path, session_id, time.monotonic() + patience_s)
         self._held.add(session_id)
+        _open_files.add(file)
         try:
             yield
         finally:
             self._held.discard(session_id)
-            with suppress(OSError):
-                path.unlink()  # while still locked, so that nobody locks a file without a name
-            os.close(file)
+            if file in _open_files:  # not in a forked child: the lease is its parent's
+                with suppress(OSError):
+                    path.unlink()  # while still locked, so that nobody locks a nameless file
+                _open_files.discard(file)
+                os.close(file)
 
     def _acquire(self, path: Path, session_id: str, deadline: float) -> int:
         while True:

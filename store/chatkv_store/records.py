@@ -96,9 +96,14 @@ def storable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
+def one_line(title: str) -> str:
+    """A title as it is stored: whatever was typed, without line breaks."""
+    return " ".join(storable(title).split())
+
+
 def title_from(text: str, max_chars: int = 60) -> str:
     """A title out of the user's first words: one line, cut at a word where that is possible."""
-    line = " ".join(text.split())
+    line = one_line(text)
     if len(line) <= max_chars:
         return line
     cut = line[: max_chars - 1]

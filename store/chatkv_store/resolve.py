@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 
 from .errors import SessionAmbiguous, SessionNotFound
-from .records import SELECT_SESSION, Session, session_from_row, storable
+from .records import SELECT_SESSION, Session, one_line, session_from_row
 from .ulid import ALPHABET
 
 MIN_PREFIX_CHARS = 4
@@ -22,7 +22,7 @@ def by_id(conn: sqlite3.Connection, session_id: str) -> Session:
 
 def session(conn: sqlite3.Connection, ref: str) -> Session:
     """The one session that `ref` names: full id, else exact title, else unique id prefix."""
-    ref = storable(ref.strip())
+    ref = one_line(ref)
     prefix = ref.lower()
     found = _select(conn, "s.id = ?", prefix) or _select(conn, "s.title = ?", ref)
     if not found and len(prefix) >= MIN_PREFIX_CHARS and set(prefix) <= set(ALPHABET):

@@ -8,13 +8,9 @@ it: that session's head, or a turn that it owns further down.
 from __future__ import annotations
 
 import sqlite3
-from typing import Any
 
 from .errors import StoreBusy, StoreError
 from .records import TURN_COLUMNS, UNFINISHED, Session, Turn, turn_from_row
-
-EXPORT_FORMAT = "chatkv-conversation"
-EXPORT_VERSION = 1
 
 
 def chain(conn: sqlite3.Connection, head: str | None) -> list[Turn]:
@@ -78,38 +74,3 @@ def drop_session(conn: sqlite3.Connection, session_id: str) -> int:
         )
     conn.execute("DELETE FROM sessions WHERE id = ?", (session_id,))
     return conn.execute("DELETE FROM turns WHERE session_id = ?", (session_id,)).rowcount
-
-
-def as_plain_values(session: Session, turns: list[Turn]) -> dict[str, Any]:
-    """One conversation as JSON values: the session's record and every turn, oldest first."""
-    return {
-        "format": EXPORT_FORMAT,
-        "version": EXPORT_VERSION,
-        "session": session.id,
-        "title": session.title,
-        "model": session.model,
-        "namespace": session.namespace,
-        "created_at": session.created_at,
-        "updated_at": session.updated_at,
-        "settings": session.settings,
-        "pinned": session.pinned,
-        "turns": [
-            {
-                "id": turn.id,
-                "index": turn.index,
-                "created_at": turn.created_at,
-                "state": turn.state,
-                "finish_reason": turn.finish_reason,
-                "system": turn.system_text,
-                "user": turn.user_text,
-                "reply": turn.reply_text,
-                "prompt_ids": list(turn.prompt_ids),
-                "reply_ids": list(turn.reply_ids),
-                "seed": turn.seed,
-                "rng_draws_before": turn.rng_draws_before,
-                "rng_draws_after": turn.rng_draws_after,
-                "stats": turn.stats,
-            }
-            for turn in turns
-        ],
-    }
