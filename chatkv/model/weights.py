@@ -1,0 +1,118 @@
+"""The weights of a prepared model, mapped into memory under their Hugging Face names.
+
+Mapped tensors cost no reading at start: pages come from the page cache as the first forward pass
+touches them, and several processes share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import ModelError
+from .config import ModelConfig
+
+if TYPE_CHECKING:
+    from .prepared import PreparedModel
+
+TORCH_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor that a decoder of this config computes with.
+
+    Projections are [out, in]. A tied head is the embedding and has no entry of its own.
+    """
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        projections = {
+            "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
+            "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
+            "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
+            "self_attn.o_proj": (hidden, q_size, config.o_bias),
+            "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+            "mlp.up_proj": (inner, hidden, config.mlp_bias),
+            "mlp.down_proj": (hidden, inner, config.mlp_bias),
+        }
+        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
+        for name, (rows, columns, bias) in projections.items():
+            shapes[f"{prefix}.{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{prefix}.{name}.bias"] = (rows,)
+        if config.qk_norm:
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[f"{prefix}.self_attn.k_norm.weight"] = (config.head_dim,)
+        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def load_weights(prepared: PreparedModel) -> Mapping[str, torch.Tensor]:
+    """Every tensor of `expected_shapes(prepared.config)`, in the dtype it was prepared for.
+
+    Tensors stored in that dtype are mapped (do not write to them); others are converted now.
+    Raises ModelError for a damaged file and for a missing, misshaped or unknown tensor.
+    """
+    dtype = TORCH_DTYPES[prepared.dtype]
+    shapes = expected_shapes(prepared.config)
+    tensors: dict[str, torch.Tensor] = {}
+    for file in prepared.weights:
+        for name, tensor in _map_file(file).items():
+            if name in shapes:
+                tensors[name] = _checked(file, name, tensor, shapes[name], dtype)
+            elif not _harmless(name, prepared.config):
+                raise ModelError(
+                    f"{file}: {name} is no tensor of a {prepared.config.architecture} model "
+                    "with this config.json"
+                )
+    if missing := [name for name in shapes if name not in tensors]:
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(f"{prepared.folder} lacks the tensor {missing[0]}{others}")
+    return tensors
+
+
+def _map_file(file: Path) -> dict[str, torch.Tensor]:
+    import safetensors
+
+    try:
+        with safetensors.safe_open(str(file), framework="pt", device="cpu") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (OSError, safetensors.SafetensorError, ValueError, RuntimeError) as error:
+        raise ModelError(f"{file} is no sound safetensors file: {_reason(error)}") from error
+
+
+def _checked(
+    file: Path, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    if tuple(tensor.shape) != shape:
+        raise ModelError(
+            f"{file}: {name} has shape {list(tensor.shape)}, expected {list(shape)}"
+        )
+    if tensor.dtype not in TORCH_DTYPES.values():
+        stored = str(tensor.dtype).removeprefix("torch.")
+        raise ModelError(f"{file}: {name} is stored as {stored}, which is not supported")
+    return tensor.to(dtype)
+
+
+def _harmless(name: str, config: ModelConfig) -> bool:
+    """Tensors some checkpoints carry although nothing computes with them."""
+    return name.endswith("rotary_emb.inv_freq") or (
+        name == "lm_head.weight" and config.tie_embeddings
+    )
+
+
+def _reason(error: Any) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
