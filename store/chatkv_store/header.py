@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final
 
-from chatkv_store.keys import ID_BYTES, KEY_BYTES, block_key
+from chatkv_store.keys import ID_BYTES, block_key
 from chatkv_store.layout import DType, KVLayout
 
 FORMAT_VERSION: Final = 1
@@ -25,7 +25,7 @@ DIGEST_BYTES: Final = 16
 
 _PREFIX = struct.Struct("<HBBHHHHHHd32s32s")
 _VALUE = struct.Struct("<I16s")
-_DTYPES: Final = ("bfloat16", "float16", "float32")
+_DTYPES: Final[tuple[DType, ...]] = ("bfloat16", "float16", "float32")
 
 
 class HeaderDamaged(ValueError):
@@ -100,16 +100,27 @@ def unpack(packed: bytes) -> BlockHeader:
         raise HeaderDamaged(f"block format {version}, this program knows {FORMAT_VERSION}")
     if digest(packed[:-DIGEST_BYTES]) != packed[-DIGEST_BYTES:]:
         raise HeaderDamaged("header digest differs")
-    _, codec, dtype, num_values, layers, heads, head_dim, block_tokens, num_tokens, created, space, parent = (
-        _PREFIX.unpack_from(packed)
-    )
+    (
+        _,
+        codec,
+        dtype,
+        num_values,
+        layers,
+        heads,
+        head_dim,
+        block_tokens,
+        num_tokens,
+        created,
+        space,
+        parent,
+    ) = _PREFIX.unpack_from(packed)
     ids_end = _PREFIX.size + num_tokens * ID_BYTES
     values_end = ids_end + num_values * _VALUE.size
     if values_end + DIGEST_BYTES != len(packed):
         raise HeaderDamaged("header length differs")
     return BlockHeader(
         codec,
-        KVLayout(layers, heads, head_dim, cast(DType, _DTYPES[dtype]), block_tokens),
+        KVLayout(layers, heads, head_dim, _DTYPES[dtype], block_tokens),
         created,
         space,
         parent,
@@ -122,4 +133,5 @@ def digest(data: bytes | memoryview) -> bytes:
     """xxh3-128 of any contiguous bytes."""
     import xxhash
 
-    return cast(bytes, xxhash.xxh3_128_digest(data))
+    result: bytes = xxhash.xxh3_128_digest(data)
+    return result

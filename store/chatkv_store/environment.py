@@ -1,0 +1,319 @@
+"""The LMDB environment under the block store: its map grows by itself, its errors are ours.
+
+LMDB maps the whole file, and remapping moves every page under the readers' feet. So each
+transaction runs inside a gate: any number of them at once, or one remapping, never both.
+
+Transactions here are short by construction. A reader that stays keeps every page freed since it
+began from being reused, and the file grows until it is full.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lmdb
+
+from chatkv_store.errors import (
+    StoreBusy,
+    StoreDamaged,
+    StoreError,
+    StoreFull,
+    StoreReadOnly,
+    StoreVersionError,
+)
+
+DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"
+START_MAP_BYTES = 1 << 30
+MAX_READERS = 512  # reader slots over all processes; a dead process's are freed at the next open
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+T = TypeVar("T")
+
+
+class Environment:
+    """One LMDB environment with `databases`, opened once per process.
+
+    `max_bytes` caps the data file. Raises StoreBusy (already open in this process),
+    StoreReadOnly, StoreDamaged, StoreVersionError, StoreFull or StoreError.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        databases: dict[str, dict[str, bool]],
+        *,
+        read_only: bool = False,
+        max_bytes: int | None = None,
+        start_map_bytes: int = START_MAP_BYTES,
+    ) -> None:
+        self.path = path
+        self.read_only = read_only
+        self._max_bytes = max_bytes
+        self._gate = _Gate()
+        if read_only and not (path / DATA_FILE).is_file():
+            raise StoreError(f"no KV cache in {path}")
+        size = _file_bytes(path)
+        map_bytes = max(size, min(max(2 * size, start_map_bytes), max_bytes or 1 << 62))
+        with _translated(path):
+            self._env = _open(path, _whole_pages(map_bytes), len(databases), read_only)
+        self.map_bytes: int = self._env.info()["map_size"]
+        try:
+            with _translated(path):
+                self._env.reader_check()
+                self._cover_whole_file()
+                self.databases = self._open_databases(databases)
+        except BaseException:
+            self._env.close()
+            raise
+
+    @contextmanager
+    def read(self) -> Iterator[Any]:
+        """A read transaction whose values are memoryviews of the map, valid until it ends."""
+        with self._gate.shared(), _translated(self.path), self._begin(write=False) as txn:
+            yield txn
+
+    def write(self, work: Callable[[Any], T]) -> T:
+        """Commit `work(txn)` and return its result; nothing is written when it raises.
+
+        `work` may run again from its start, when the map had to grow.
+        """
+        if self.read_only:
+            raise StoreReadOnly(f"the KV cache in {self.path} is open for reading only")
+        while True:
+            full_at = self.map_bytes
+            try:
+                with self._gate.shared(), _translated(self.path), self._begin(write=True) as txn:
+                    return work(txn)
+            except _MapIsFull:
+                self._grow(full_at)
+
+    def info(self) -> dict[str, int]:
+        """Bytes of the file, of the map, and of pages that are free for reuse; reader slots."""
+        with self._gate.shared(), _translated(self.path), self._begin(write=False) as txn:
+            info = self._env.info()
+            page_bytes = self._env.stat()["psize"]
+            used = sum(
+                stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
+                for stat in (txn.stat(db) for db in (None, *self.databases.values()))
+            )
+        total = info["last_pgno"] + 1
+        return {
+            "file_bytes": _file_bytes(self.path),
+            "map_bytes": self.map_bytes,
+            "used_bytes": used * page_bytes,
+            "free_bytes": max(0, total - used - 2) * page_bytes,  # 2: the meta pages
+            "readers": info["num_readers"],
+        }
+
+    def readers(self) -> str:
+        """LMDB's reader table as text."""
+        with self._gate.shared():
+            return str(self._env.readers())
+
+    def close(self) -> None:
+        """Wait for the transactions of this process and unmap. Closing twice is fine."""
+        with self._gate.exclusive():
+            self._env.close()
+
+    def _begin(self, *, write: bool) -> Any:
+        """A transaction; adopts the larger map first where another process has grown it.
+
+        Called inside the gate, which it leaves for the moment of remapping.
+        """
+        while True:
+            try:
+                return self._env.begin(write=write, buffers=True)
+            except lmdb.MapResizedError:
+                with self._gate.upgraded():
+                    self._env.set_mapsize(0)
+                    self.map_bytes = self._env.info()["map_size"]
+
+    def _grow(self, full_at: int) -> None:
+        """Double the map that was full at `full_at` bytes, up to the cap."""
+        with self._gate.exclusive():
+            if self.map_bytes > full_at:
+                return  # another thread has grown it meanwhile
+            wanted = 2 * full_at
+            if self._max_bytes is not None:
+                wanted = min(wanted, _whole_pages(self._max_bytes))
+            if wanted <= full_at:
+                raise StoreFull(
+                    f"the KV cache in {self.path} has reached its cap of {self._max_bytes} bytes; "
+                    "raise the cap or prune it"
+                )
+            with _translated(self.path):
+                self._env.set_mapsize(wanted)
+                self.map_bytes = self._env.info()["map_size"]
+
+    def _cover_whole_file(self) -> None:
+        """Make the file as long as its index says.
+
+        Touching a mapped page beyond the end of the file kills the process (SIGBUS). After this,
+        pages that were cut off read as zeros, which no digest and no page check accepts. A sound
+        file may be short too: LMDB does not write a page that one transaction took and gave back.
+        """
+        page_bytes = self._env.stat()["psize"]
+
+        def end_of_index() -> int:
+            return int(self._env.info()["last_pgno"] + 1) * int(page_bytes)
+
+        if _file_bytes(self.path) >= end_of_index():
+            return
+        if self.read_only:
+            raise StoreDamaged(f"{self.path / DATA_FILE} has been cut short; open it for writing")
+        with self._env.begin(write=True):  # no other process can be writing meanwhile
+            if _file_bytes(self.path) < end_of_index():
+                os.truncate(self.path / DATA_FILE, end_of_index())
+
+    def _open_databases(self, databases: dict[str, dict[str, bool]]) -> dict[str, Any]:
+        if self.read_only:
+            try:
+                return {
+                    name: self._env.open_db(name.encode(), create=False, **options)
+                    for name, options in databases.items()
+                }
+            except lmdb.NotFoundError:
+                raise StoreDamaged(f"{self.path / DATA_FILE} is no KV cache") from None
+        with self._env.begin(write=True) as txn:
+            return {
+                name: self._env.open_db(name.encode(), txn=txn, **options)
+                for name, options in databases.items()
+            }
+
+
+class _Gate:
+    """Shared by transactions, exclusive for remapping; a waiting remapping goes first."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._inside = 0
+        self._closed = 0  # remappings that wait or run
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        with self._condition:
+            self._closed += 1
+            try:
+                self._condition.wait_for(lambda: self._inside == 0)
+                yield
+            finally:
+                self._closed -= 1
+                self._condition.notify_all()
+
+    @contextmanager
+    def upgraded(self) -> Iterator[None]:
+        """From shared to exclusive and back."""
+        self._leave()
+        try:
+            with self.exclusive():
+                yield
+        finally:
+            self._enter()
+
+    def _enter(self) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: self._closed == 0)
+            self._inside += 1
+
+    def _leave(self) -> None:
+        with self._condition:
+            self._inside -= 1
+            if self._inside == 0:
+                self._condition.notify_all()
+
+
+class _MapIsFull(Exception):
+    """Inside `Environment` only: the write has to be repeated with a larger map."""
+
+
+def remove_files(path: Path) -> None:
+    """Delete the environment in `path`; a process that has it open goes on with its own copy."""
+    for name in (DATA_FILE, LOCK_FILE):
+        (path / name).unlink(missing_ok=True)
+
+
+def _open(path: Path, map_bytes: int, num_databases: int, read_only: bool) -> Any:
+    options: dict[str, Any] = {
+        "map_size": map_bytes,
+        "max_dbs": num_databases,
+        "max_readers": MAX_READERS,
+        "max_spare_txns": 1,
+        "mode": 0o700,
+        "readonly": read_only,
+        "create": not read_only,
+        "metasync": False,  # a power cut may undo the last commit, and never harms an older one
+        "readahead": True,  # off, cold reads were 10x slower
+    }
+    if not read_only:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return lmdb.open(str(path), **options)
+    try:
+        return lmdb.open(str(path), **options)
+    except lmdb.ReadonlyError:  # the lock file cannot be written, so nobody can be writing here
+        return lmdb.open(str(path), lock=False, **options)
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    """LMDB's and the system's errors as ours."""
+    try:
+        yield
+    except lmdb.MapFullError:
+        raise _MapIsFull from None
+    except lmdb.VersionMismatchError as error:
+        raise StoreVersionError(
+            f"{path / DATA_FILE} was written by a newer LMDB ({error}); update chatkv or clear it"
+        ) from None
+    except (lmdb.DiskError, lmdb.TxnFullError) as error:
+        raise StoreFull(f"no room to write the KV cache in {path}: {error}") from None
+    except (lmdb.ReadonlyError, PermissionError) as error:
+        raise StoreReadOnly(f"no permission to write the KV cache in {path}: {error}") from None
+    except lmdb.ReadersFullError:
+        raise StoreBusy(f"too many readers of the KV cache in {path}; try again") from None
+    except lmdb.LockError as error:
+        raise StoreBusy(f"the KV cache in {path} is locked by another process: {error}") from None
+    except _DAMAGE as error:
+        raise StoreDamaged(f"{path / DATA_FILE} is damaged: {error}") from None
+    except lmdb.Error as error:
+        if "already open in this process" in str(error):
+            raise StoreBusy(f"the KV cache in {path} is already open in this process") from None
+        if "Read-only file system" in str(error):
+            raise StoreReadOnly(f"{path} lies on a read-only file system") from None
+        raise StoreError(f"the KV cache in {path} cannot be used: {error}") from None
+    except OSError as error:
+        raise StoreError(f"the KV cache in {path} cannot be used: {error}") from None
+
+
+_DAMAGE = (
+    lmdb.InvalidError,
+    lmdb.CorruptedError,
+    lmdb.PageNotFoundError,
+    lmdb.PanicError,
+    lmdb.IncompatibleError,
+    lmdb.BadDbiError,
+    lmdb.BadTxnError,
+)
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _file_bytes(path: Path) -> int:
+    try:
+        return (path / DATA_FILE).stat().st_size
+    except FileNotFoundError:
+        return 0

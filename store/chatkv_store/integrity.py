@@ -1,0 +1,143 @@
+"""Checking a whole block store, and dropping what is wrong with it.
+
+A finding never means a wrong answer: every read checks the same things and treats what fails as a
+miss. `verify` finds it before it costs a recomputation, and gives its bytes back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from chatkv_store import header as headers
+from chatkv_store.header import BlockHeader, HeaderDamaged
+from chatkv_store.keys import ID_BYTES, KEY_BYTES
+
+if TYPE_CHECKING:
+    from chatkv_store.blocks import BlockStore
+
+Kind = Literal[
+    "header",  # a header that cannot be read, or stands under another's key
+    "value",  # a value that is missing or not as its header says
+    "orphan",  # a value without a block
+    "link",  # a parent's entry for a child that is not there, or a block without its entry
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    kind: Kind
+    key: str  # of the block, in hex
+    detail: str
+    num_bytes: int = 0  # payload bytes that a repair gives back
+
+
+def verify(store: BlockStore, repair: bool) -> list[Finding]:
+    """Every finding of `store`; with `repair`, each is gone afterwards.
+
+    Works in short transactions while others write. What changed in between is looked at again in
+    the writing transaction, so a block stored meanwhile is never dropped.
+    """
+    findings: list[Finding] = []
+    bad: list[bytes] = []
+    unlinked: list[BlockHeader] = []
+    for key, packed in store.scan("blocks"):
+        try:
+            header = headers.unpack(packed)
+            if header.key != key:
+                raise HeaderDamaged("it belongs to another key")
+        except HeaderDamaged as error:
+            findings.append(Finding("header", key.hex(), str(error), _payload_bytes(store, key)))
+            bad.append(key)
+            continue
+        wrong = _wrong_value(store, key, header)
+        if wrong is not None:
+            findings.append(Finding("value", key.hex(), wrong, _payload_bytes(store, key)))
+            bad.append(key)
+        elif not _has_link(store, header):
+            findings.append(Finding("link", key.hex(), "its parent does not know it"))
+            unlinked.append(header)
+    orphans = _orphans(store)
+    findings += [
+        Finding("orphan", key.hex(), "values without a block", _payload_bytes(store, key))
+        for key in orphans
+    ]
+    dangling = [entry for entry in store.scan("children") if not _is_block(store, _child(entry))]
+    findings += [Finding("link", _child(e).hex(), "a child that is not there") for e in dangling]
+    if repair:
+        store.remove([*bad, *orphans])
+        store.env.write(lambda txn: _mend_links(store, txn, unlinked, dangling))
+    return findings
+
+
+def _wrong_value(store: BlockStore, key: bytes, header: BlockHeader) -> str | None:
+    """What is wrong with the first bad value of a block."""
+    from chatkv_store.blocks import value_key
+
+    if len(header.values) != header.layout.num_values:
+        return f"{len(header.values)} values, not {header.layout.num_values}"
+    for group, entry in enumerate(header.values):
+        with store.env.read() as txn:
+            payload = txn.get(value_key(key, group), db=store.db["values"])
+            if payload is None:
+                return f"value {group} is missing"
+            if len(payload) != entry.num_bytes:
+                return f"value {group} has {len(payload)} bytes, not {entry.num_bytes}"
+            if headers.digest(payload) != entry.digest:
+                return f"value {group} is damaged: its digest differs"
+    return None
+
+
+def _payload_bytes(store: BlockStore, key: bytes) -> int:
+    with store.env.read() as txn, txn.cursor(store.db["values"]) as cursor:
+        total, found = 0, cursor.set_range(key)
+        while found and bytes(cursor.key()[:KEY_BYTES]) == key:
+            total += len(cursor.value())
+            found = cursor.next()
+        return total
+
+
+def _orphans(store: BlockStore) -> list[bytes]:
+    """Keys that have values but no block."""
+    orphans: list[bytes] = []
+    at = b"\0" * KEY_BYTES
+    while True:
+        with store.env.read() as txn, txn.cursor(store.db["values"]) as cursor:
+            if not cursor.set_range(at):
+                return orphans
+            key = bytes(cursor.key()[:KEY_BYTES])
+            if txn.get(key, db=store.db["blocks"]) is None:
+                orphans.append(key)
+        at = key + b"\xff\xff\xff"  # after the last value number
+
+
+def _has_link(store: BlockStore, header: BlockHeader) -> bool:
+    from chatkv_store.blocks import child_entry
+
+    with store.env.read() as txn, txn.cursor(store.db["children"]) as cursor:
+        return bool(cursor.set_key_dup(header.parent, child_entry(header)))
+
+
+def _is_block(store: BlockStore, key: bytes) -> bool:
+    with store.env.read() as txn:
+        return txn.get(key, db=store.db["blocks"]) is not None
+
+
+def _child(entry: tuple[bytes, bytes]) -> bytes:
+    return entry[1][ID_BYTES:]
+
+
+def _mend_links(
+    store: BlockStore,
+    txn: Any,
+    unlinked: list[BlockHeader],
+    dangling: list[tuple[bytes, bytes]],
+) -> None:
+    from chatkv_store.blocks import child_entry
+
+    for header in unlinked:
+        if txn.get(header.key, db=store.db["blocks"]) is not None:
+            txn.put(header.parent, child_entry(header), db=store.db["children"])
+    for parent, child in dangling:
+        if txn.get(child[ID_BYTES:], db=store.db["blocks"]) is None:
+            txn.delete(parent, child, db=store.db["children"])

@@ -1,0 +1,172 @@
+"""Reading the KV of a matched prefix into its place, with several threads.
+
+Order is layer group by layer group, and within a group from the first block to the last: the
+first layers of the whole history arrive first, so a caller may start on them while the others
+load. A block with one bad value is a miss, and nothing after it is usable: its successors attend
+to it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from chatkv_store.errors import BlockMiss
+from chatkv_store.layout import KVLayout
+
+if TYPE_CHECKING:
+    from chatkv_store.blocks import BlockStore, StoredBlock
+    from chatkv_store.codec import Bits
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """What arrived. Tokens before `num_tokens_ok` are in place; whatever follows is undefined."""
+
+    num_tokens_ok: int
+    bytes_read: int  # payload bytes
+    misses: list[str] = field(default_factory=list)  # "block 12 (token 768): reason"
+    stopped: bool = False
+
+
+def load_blocks(
+    store: BlockStore,
+    blocks: Sequence[StoredBlock],
+    layout: KVLayout,
+    destination: Bits,
+    threads: int,
+    on_group_done: Callable[[int, int], None] | None = None,
+    stop: Callable[[], bool] | None = None,
+    positions: Sequence[int] | None = None,
+) -> LoadResult:
+    """Decode `blocks` (a chain, as `BlockStore.match` returns it) into `destination`.
+
+    `destination` is [num_layers, 2 (K, V), num_kv_heads, tokens, head_dim] bits of any strides;
+    block `i` goes to the tokens from `positions[i]`, by default its own `start`.
+    `on_group_done(group, num_tokens_ok)` is called for each layer group in order, on one of the
+    threads, when all that will come of it has come. `stop()` is asked between values.
+    """
+    load = _Load(store, blocks, layout, destination, on_group_done, stop, positions)
+    workers = [
+        threading.Thread(target=load.work, name=f"kv-read-{i}", daemon=True)
+        for i in range(max(1, min(threads, len(blocks) * layout.num_values)))
+    ]
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    except BaseException:  # Ctrl-C: nobody may go on writing into the destination
+        load.cancel()
+        for worker in workers:
+            if worker.ident is not None:
+                worker.join()
+        raise
+    return load.result()
+
+
+class _Load:
+    """The state that the threads of one `load_blocks` share."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        blocks: Sequence[StoredBlock],
+        layout: KVLayout,
+        destination: Bits,
+        on_group_done: Callable[[int, int], None] | None,
+        stop: Callable[[], bool] | None,
+        positions: Sequence[int] | None,
+    ) -> None:
+        self._store = store
+        self._blocks = blocks
+        self._layout = layout
+        self._destination = destination
+        self._on_group_done = on_group_done
+        self._stop = stop
+        self._positions = positions if positions is not None else [b.start for b in blocks]
+        self._lock = threading.Lock()
+        self._tasks: Iterator[tuple[int, int]] = (
+            (group, index) for group in range(layout.num_values) for index in range(len(blocks))
+        )
+        self._loaded = [0] * len(blocks)  # values in place, per block
+        self._pending = [len(blocks)] * layout.num_values  # blocks to come, per group
+        self._next_report = 0
+        self._reporting = threading.Lock()
+        self._limit = len(blocks)  # the first bad block; later ones are of no use
+        self._misses: dict[int, str] = {}
+        self._bytes_read = 0
+        self._cancelled = self._stopped = False
+        self._error: BaseException | None = None
+
+    def work(self) -> None:
+        """Take values until none is left. Runs on every thread."""
+        try:
+            while not self._is_over():
+                with self._lock:
+                    task = next(self._tasks, None)
+                if task is None:
+                    return
+                self._load_value(*task)
+        except BaseException as error:  # raised again by `result`, on the caller's thread
+            with self._lock:
+                self._error = self._error or error
+                self._cancelled = True
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    def result(self) -> LoadResult:
+        if self._error is not None:
+            raise self._error
+        misses = [
+            f"block {index} (token {self._blocks[index].start}): {reason}"
+            for index, reason in sorted(self._misses.items())
+        ]
+        return LoadResult(self._tokens_ok(), self._bytes_read, misses, self._stopped)
+
+    def _is_over(self) -> bool:
+        if self._stop is not None and self._stop():
+            self._stopped = self._cancelled = True
+        return self._cancelled
+
+    def _load_value(self, group: int, index: int) -> None:
+        block, at = self._blocks[index], self._positions[index]
+        num_bytes = 0
+        if index < self._limit:
+            layers = self._layout.value_layers(group)
+            out = self._destination[layers.start : layers.stop, :, :, at : at + block.num_tokens]
+            try:
+                num_bytes = self._store.read(block, group, out)
+            except BlockMiss as miss:
+                with self._lock:
+                    self._misses.setdefault(index, miss.reason)
+                    self._limit = min(self._limit, index)
+        with self._lock:
+            self._bytes_read += num_bytes
+            self._loaded[index] += num_bytes > 0
+            self._pending[group] -= 1
+            group_is_done = self._pending[group] == 0
+        if group_is_done and self._on_group_done is not None:
+            self._report()
+
+    def _report(self) -> None:
+        """Call `on_group_done` for every group whose turn has come."""
+        assert self._on_group_done is not None
+        with self._reporting:
+            while self._next_report < len(self._pending) and not self._pending[self._next_report]:
+                group = self._next_report
+                self._next_report += 1
+                usable = self._blocks[: self._limit]
+                self._on_group_done(group, sum(block.num_tokens for block in usable))
+
+    def _tokens_ok(self) -> int:
+        """Tokens of the leading blocks of which every value is in place."""
+        tokens = 0
+        for block, loaded in zip(self._blocks, self._loaded, strict=True):
+            if loaded != self._layout.num_values:
+                break
+            tokens += block.num_tokens
+        return tokens

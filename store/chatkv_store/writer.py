@@ -1,0 +1,141 @@
+"""Saving KV in the background, so that it never delays a token.
+
+The queue is bounded in bytes. When the disk cannot follow, blocks are dropped and counted instead
+of making the caller wait: a dropped block is recomputed some day, and costs time only.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from chatkv_store.errors import StoreError
+
+if TYPE_CHECKING:
+    from chatkv_store.blocks import BlockStore, NewBlock
+    from chatkv_store.layout import KVLayout
+
+MAX_QUEUED_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class WriterStats:
+    queued: int  # blocks waiting or being written
+    written: int
+    skipped: int  # stored already
+    dropped: int  # refused because the queue was full, or lost to an error
+    num_bytes: int  # payload bytes written
+    error: str | None  # the last StoreError, which the blocks of its job were lost to
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    namespace: bytes
+    layout: KVLayout
+    blocks: Sequence[NewBlock]
+    codec: str
+    num_bytes: int
+
+
+class BlockWriter:
+    """A thread that stores what is submitted, in order. A context manager: leaving it flushes.
+
+    The arrays of a submitted block belong to the writer until they are written: hand over copies,
+    or callables that make them (called on the writer's thread).
+    """
+
+    def __init__(self, store: BlockStore, *, max_queued_bytes: int = MAX_QUEUED_BYTES) -> None:
+        self._store = store
+        self._max_queued_bytes = max_queued_bytes
+        self._changed = threading.Condition()
+        self._jobs: deque[_Job] = deque()  # the first one is being written
+        self._queued_bytes = 0
+        self._closing = False
+        self._written = self._skipped = self._dropped = self._num_bytes = 0
+        self._error: str | None = None
+        self._thread = threading.Thread(target=self._run, name="kv-writer", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        namespace: bytes,
+        layout: KVLayout,
+        blocks: Sequence[NewBlock],
+        codec: str = "lossless",
+    ) -> bool:
+        """Queue `blocks`; False when they were dropped because the queue is full. Never waits."""
+        num_bytes = sum(len(block.token_ids) for block in blocks) * layout.bytes_per_token
+        with self._changed:
+            if self._closing or self._queued_bytes + num_bytes > self._max_queued_bytes:
+                self._dropped += len(blocks)
+                return False
+            self._jobs.append(_Job(namespace, layout, blocks, codec, num_bytes))
+            self._queued_bytes += num_bytes
+            self._changed.notify_all()
+            return True
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until all that was submitted is on disk; False when `timeout` seconds passed."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._jobs, timeout)
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Refuse new blocks, write the queued ones and end the thread; False on `timeout`.
+
+        After a timeout the rest is dropped at the next block border.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        done = self.flush(timeout)
+        with self._changed:
+            while len(self._jobs) > 1:  # none where the flush was complete
+                self._drop(self._jobs.pop())
+        self._thread.join(timeout)
+        return done
+
+    def stats(self) -> WriterStats:
+        with self._changed:
+            queued = sum(len(job.blocks) for job in self._jobs)
+            return WriterStats(
+                queued, self._written, self._skipped, self._dropped, self._num_bytes, self._error
+            )
+
+    def __enter__(self) -> BlockWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._closing)
+                if not self._jobs:
+                    return
+                job = self._jobs[0]
+            self._write(job)
+            with self._changed:
+                self._jobs.popleft()
+                self._queued_bytes -= job.num_bytes
+                self._changed.notify_all()
+
+    def _write(self, job: _Job) -> None:
+        try:
+            result = self._store.put(job.namespace, job.layout, job.blocks, job.codec)
+        except Exception as error:  # a lost block is no reason to lose the thread and all others
+            with self._changed:
+                self._dropped += len(job.blocks)
+                self._error = str(error) if isinstance(error, StoreError) else repr(error)
+            return
+        with self._changed:
+            self._written += result.written
+            self._skipped += result.skipped
+            self._num_bytes += result.num_bytes
+
+    def _drop(self, job: _Job) -> None:
+        self._dropped += len(job.blocks)
+        self._queued_bytes -= job.num_bytes
