@@ -45,6 +45,8 @@ class Database:
         try:
             _create_private(path)
             self._conn = self._retry_while_busy(lambda: self._open("mode=rw"))
+            if not os.access(path, os.W_OK):  # SQLite opened it for reading without a word
+                self._refusal = self._read_only()
         except (OSError, sqlite3.Error) as error:
             self._conn = self._open_for_reading(self._named(error))
 
@@ -181,9 +183,7 @@ class Database:
             case sqlite3.SQLITE_IOERR | sqlite3.SQLITE_CANTOPEN if self._disk_is_nearly_full():
                 return self._full()
             case sqlite3.SQLITE_READONLY | sqlite3.SQLITE_PERM | sqlite3.SQLITE_CANTOPEN:
-                return StoreReadOnly(
-                    f"{self.path} cannot be written; check the permissions of {self.path.parent}"
-                )
+                return self._read_only()
             case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
                 return StoreDamaged(
                     f"{self.path} is damaged ({error}); move it away and salvage it with "
@@ -195,6 +195,11 @@ class Database:
                     f"{self._busy_timeout_s:g} s; try again"
                 )
         return StoreError(f"{self.path}: {error}")
+
+    def _read_only(self) -> StoreReadOnly:
+        return StoreReadOnly(
+            f"{self.path} cannot be written; check the permissions of {self.path.parent}"
+        )
 
     def _full(self) -> StoreFull:
         return StoreFull(

@@ -11,9 +11,12 @@ import json
 import sqlite3
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from .errors import StoreDamaged
 
 TurnState = Literal["pending", "streaming", "done", "interrupted"]
 UNFINISHED = ("pending", "streaming")
@@ -125,28 +128,39 @@ TURN_COLUMNS = """
 
 
 def session_from_row(row: tuple[Any, ...]) -> Session:
-    """A row of `SELECT_SESSION`."""
+    """A row of `SELECT_SESSION`; StoreDamaged where its content cannot be read."""
     *front, settings, pinned, num_turns, num_tokens = row
-    fields = [*front, json.loads(settings), bool(pinned), num_turns, num_tokens]
+    with _damage_named("session", row[0]):
+        fields = [*front, json.loads(settings), bool(pinned), num_turns, num_tokens]
     return Session(*fields)
 
 
 def turn_from_row(row: tuple[Any, ...]) -> Turn:
-    """A row of `TURN_COLUMNS`."""
+    """A row of `TURN_COLUMNS`; StoreDamaged where its content cannot be read."""
     *texts, prompt, reply, state, reason, seed, before, after, stats, created_at = row
-    fields = [
-        *texts,
-        blob_to_ids(prompt),
-        blob_to_ids(reply),
-        state,
-        reason,
-        int(seed),  # kept as text: seeds of 64 bits and more do not fit SQLite's integers
-        before,
-        after,
-        json.loads(stats),
-        created_at,
-    ]
+    with _damage_named("turn", row[0]):
+        fields = [
+            *texts,
+            blob_to_ids(prompt),
+            blob_to_ids(reply),
+            state,
+            reason,
+            int(seed),  # kept as text: seeds of 64 bits and more do not fit SQLite's integers
+            before,
+            after,
+            json.loads(stats),
+            created_at,
+        ]
     return Turn(*fields)
+
+
+@contextmanager
+def _damage_named(kind: str, row_id: str) -> Iterator[None]:
+    """Bytes that SQLite handed out and that we never wrote."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise StoreDamaged(f"the record of {kind} {row_id} is damaged ({error})") from error
 
 
 def fetch_turn(conn: sqlite3.Connection, turn_id: str) -> Turn | None:

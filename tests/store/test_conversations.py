@@ -133,7 +133,7 @@ def test_no_turn_begins_behind_an_unfinished_one_or_without_a_lease(store: Conve
         store.begin_turn(session.id, user_text="x", prompt_ids=[])
     with store.lease(session.id):
         store.begin_turn(session.id, user_text="x", prompt_ids=[])
-        with pytest.raises(StoreError, match="turn 1 .* is not finished"):
+        with pytest.raises(StoreError, match=r"turn 1 .* is not finished"):
             store.begin_turn(session.id, user_text="y", prompt_ids=[])
     assert texts(store, session) == ["x"]
 
