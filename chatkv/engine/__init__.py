@@ -1,1 +1,1 @@
-
+"""From token ids to token ids: the block pool, prefill, decode and sampling."""

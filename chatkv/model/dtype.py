@@ -1,0 +1,72 @@
+"""Which dtype this machine decodes faster in: measured once, remembered."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from chatkv.model.linear import Linear, packs_on_cpu
+from chatkv.model.prepared import Dtype
+
+# The shape of a small model's MLP; large enough not to stay in a core's own cache.
+_OUT, _IN, _MATRICES = 3072, 1024, 8
+
+
+def choose_dtype(cache: Path) -> Dtype:
+    """"bfloat16" or "float32", by a short measurement (about 0.2 s) that `cache` remembers for
+    this CPU, number of threads and version of torch."""
+    if not packs_on_cpu(torch.bfloat16):
+        return "float32"
+    key = f"{_cpu_name()}/{torch.get_num_threads()} threads/torch {torch.__version__}"
+    path = cache / "dtype.json"
+    known = _read(path)
+    if known.get(key) not in ("bfloat16", "float32"):
+        faster = _decode_s(torch.bfloat16) <= _decode_s(torch.float32)
+        known[key] = "bfloat16" if faster else "float32"
+        _write(path, known)
+    return "bfloat16" if known[key] == "bfloat16" else "float32"
+
+
+def _decode_s(dtype: torch.dtype) -> float:
+    """Seconds for one token through a few matrices, the best of several."""
+    generator = torch.Generator().manual_seed(0)
+    linears = [
+        Linear(torch.randn(_OUT, _IN, generator=generator).to(dtype)) for _ in range(_MATRICES)
+    ]
+    x = torch.randn(1, _IN, generator=generator).to(dtype)
+    best = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        for linear in linears:
+            linear(x)
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return "cpu"
+
+
+def _read(path: Path) -> dict[str, str]:
+    try:
+        known = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _write(path: Path, known: dict[str, str]) -> None:
+    scratch = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        scratch.write_text(json.dumps(known, indent=1))
+        os.replace(scratch, path)
+    except OSError:
+        scratch.unlink(missing_ok=True)

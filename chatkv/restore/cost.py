@@ -1,0 +1,105 @@
+"""What a restore would cost: seconds to load KV and seconds to compute it.
+
+    t_load(n)          = a + n * load
+    t_prefill(s -> e)  = c + alpha * (e - s) + beta * (e^2 - s^2) / 2
+
+alpha is the work per token outside attention, beta the attention of one token to another. Rates
+start as a cautious guess and follow what turns really took; they are kept per machine, model,
+dtype and device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+# How far one observation moves a rate, and how far it may at most: a machine that was busy for
+# one turn must not turn the next decision around.
+_WEIGHT = 0.3
+_LIMIT = 4.0
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds, and seconds per token; see the formulas above."""
+
+    load_fixed_s: float = 0.005
+    load_s_per_token: float = 30e-6
+    prefill_fixed_s: float = 0.01
+    prefill_s_per_token: float = 500e-6
+    prefill_s_per_token_pair: float = 50e-9
+    num_observations: int = 0
+
+    def load_s(self, num_tokens: int) -> float:
+        """Seconds to load the KV of num_tokens tokens into the pool."""
+        return self.load_fixed_s + num_tokens * self.load_s_per_token if num_tokens else 0.0
+
+    def prefill_s(self, start: int, stop: int) -> float:
+        """Seconds to compute the KV of tokens [start, stop) of one sequence."""
+        if stop <= start:
+            return 0.0
+        pairs = (stop**2 - start**2) / 2
+        linear = self.prefill_s_per_token * (stop - start)
+        return self.prefill_fixed_s + linear + self.prefill_s_per_token_pair * pairs
+
+    def after_load(self, num_tokens: int, seconds: float) -> CostModel:
+        """This model, corrected by one load."""
+        scale = _damped(seconds, self.load_s(num_tokens))
+        return replace(
+            self,
+            load_s_per_token=self.load_s_per_token * scale,
+            num_observations=self.num_observations + 1,
+        )
+
+    def after_prefill(self, start: int, stop: int, seconds: float) -> CostModel:
+        """This model, corrected by one prefill."""
+        scale = _damped(seconds, self.prefill_s(start, stop))
+        return replace(
+            self,
+            prefill_s_per_token=self.prefill_s_per_token * scale,
+            prefill_s_per_token_pair=self.prefill_s_per_token_pair * scale,
+            num_observations=self.num_observations + 1,
+        )
+
+
+def _damped(actual: float, predicted: float) -> float:
+    ratio = min(max(actual / max(predicted, 1e-9), 1 / _LIMIT), _LIMIT)
+    return float(ratio**_WEIGHT)
+
+
+def machine_name() -> str:
+    """What rates hold for: the host, its architecture and how many CPUs this process may use."""
+    return f"{platform.node()}-{platform.machine()}-{len(os.sched_getaffinity(0))}cpu"
+
+
+@dataclass
+class CostFile:
+    """The rates of all models on this machine, one JSON file in the cache; losing it is harmless."""
+
+    path: Path
+
+    def load(self, key: str) -> CostModel:
+        fields = self._entries().get(key)
+        try:
+            return CostModel(**fields) if isinstance(fields, dict) else CostModel()
+        except TypeError:  # written by another version
+            return CostModel()
+
+    def save(self, key: str, model: CostModel) -> None:
+        entries = {**self._entries(), key: asdict(model)}
+        scratch = self.path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            scratch.write_text(json.dumps(entries, indent=1))
+            os.replace(scratch, self.path)
+        except OSError:
+            scratch.unlink(missing_ok=True)  # a cache: the next turn tries again
+
+    def _entries(self) -> dict[str, object]:
+        try:
+            entries = json.loads(self.path.read_text())
+        except (OSError, ValueError):
+            return {}
+        return entries if isinstance(entries, dict) else {}

@@ -1,0 +1,240 @@
+"""Bringing a conversation's KV back into the pool, and handing new KV to the disk tier.
+
+Knows the pool, the store and the cost model; decides nothing about text. Every block may be
+missing or damaged at any time: that costs time, is said, and never gives a wrong answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from chatkv.engine.engine import Engine, TokenSequence
+from chatkv.engine.pool import BLOCK_TOKENS
+from chatkv.restore.cost import CostFile
+from chatkv.restore.plan import Plan, Situation, Wanted, choose
+from chatkv_store.blocks import BlockStore, Match, NewBlock, StoredBlock
+from chatkv_store.errors import StoreError
+from chatkv_store.keys import block_key
+from chatkv_store.layout import KVLayout
+from chatkv_store.loader import LoadResult, load_blocks
+from chatkv_store.writer import BlockWriter
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+# Twice the cores of a small machine: half of the readers wait for the disk when it is cold.
+READ_THREADS = 4
+
+
+@dataclass(frozen=True)
+class DiskTier:
+    """One model's KV on disk: its store, the writer behind it, and what the KV is called."""
+
+    store: BlockStore
+    writer: BlockWriter
+    namespace: bytes
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Where the KV of a turn's tokens came from, before prefill computes the rest."""
+
+    plan: Plan
+    reused: int
+    loaded: int
+    loaded_bytes: int = 0
+    load_s: float = 0.0
+    notices: tuple[str, ...] = ()
+
+
+@dataclass
+class _Chain:
+    """Keys of a sequence's full blocks from the first on, and how many are on disk already."""
+
+    keys: list[bytes] = field(default_factory=list)
+    num_saved: int = 0
+
+    def cut(self, num_blocks: int) -> None:
+        """Forget everything behind the first num_blocks blocks."""
+        del self.keys[num_blocks:]
+        self.num_saved = min(self.num_saved, num_blocks)
+
+
+class Restorer:
+    """Restores and saves the sequences of one engine. `disk` None: nothing outlives the process."""
+
+    def __init__(
+        self, engine: Engine, layout: KVLayout, disk: DiskTier | None, costs: CostFile, key: str
+    ) -> None:
+        assert layout.block_tokens == BLOCK_TOKENS
+        self.engine, self.layout, self.disk = engine, layout, disk
+        self._costs, self._cost_key = costs, key
+        self.cost = costs.load(key)
+        self._chains: WeakKeyDictionary[TokenSequence, _Chain] = WeakKeyDictionary()
+
+    def restore(
+        self,
+        sequence: TokenSequence,
+        ids: Sequence[int],
+        history: int,
+        wanted: Wanted = "auto",
+        exact: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Restored:
+        """Make `sequence` hold `ids`, with as much of their KV in the pool as the plan says.
+
+        The first `history` ids are from earlier turns; all of them but the last, which was
+        sampled and never computed, are expected to be found.
+        """
+        reused = min(sequence.keep_prefix_of(ids), len(ids) - 1)
+        sequence.num_cached = reused
+        chain = self._chains.setdefault(sequence, _Chain())
+        chain.cut(reused // BLOCK_TOKENS)
+        computed_before = max(0, history - 1)
+        match = self._match(ids) if reused < computed_before or history == 0 else None
+        situation = Situation(
+            total=len(ids),
+            in_pool=reused,
+            available=match.num_tokens if match else reused,
+            history=computed_before,
+        )
+        plan = choose(situation, self.cost, wanted, exact)
+        result = Restored(plan, reused, loaded=0)
+        if plan.chosen == "reload" and match is not None:
+            result = self._load(sequence, match, result, on_progress)
+        return replace(result, notices=result.notices + self._alarm(sequence, situation, match))
+
+    def save(self, sequence: TokenSequence, tail: bool = False) -> None:
+        """Hand blocks computed since the last call to the background writer; with `tail`, the
+        tokens of the unfinished last block too. Copies the KV, never waits for the disk."""
+        if self.disk is None:
+            return
+        chain = self._chains.setdefault(sequence, _Chain())
+        full = sequence.num_cached // BLOCK_TOKENS
+        chain.cut(full)
+        while len(chain.keys) < full:
+            start = len(chain.keys) * BLOCK_TOKENS
+            parent = chain.keys[-1] if chain.keys else self.disk.namespace
+            chain.keys.append(block_key(parent, sequence.ids[start : start + BLOCK_TOKENS]))
+        while chain.num_saved < full:
+            start = chain.num_saved * BLOCK_TOKENS
+            if not self._put(sequence, chain, start, start + BLOCK_TOKENS):
+                return  # the queue is full: tried again with the next block, or recomputed one day
+            chain.num_saved += 1
+        if tail and sequence.num_cached % BLOCK_TOKENS:
+            self._put(sequence, chain, full * BLOCK_TOKENS, sequence.num_cached)
+
+    def learn(self, restored: Restored, start: int, stop: int, prefill_s: float) -> None:
+        """Correct the cost model by what a turn took."""
+        if restored.loaded:
+            self.cost = self.cost.after_load(restored.loaded, restored.load_s)
+        if stop > start:
+            self.cost = self.cost.after_prefill(start, stop, prefill_s)
+        self._costs.save(self._cost_key, self.cost)
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _match(self, ids: Sequence[int]) -> Match | None:
+        if self.disk is None:
+            return None
+        try:
+            return self.disk.store.match(self.disk.namespace, ids[:-1], self.layout)
+        except StoreError as error:
+            return Match([], 0, str(error))
+
+    def _load(
+        self,
+        sequence: TokenSequence,
+        match: Match,
+        result: Restored,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> Restored:
+        """Read the matched blocks that are not in the pool yet. Those that turn out to be damaged
+        end the useful part, and are dropped from the store so that they can be written again."""
+        assert self.disk is not None
+        began = time.perf_counter()
+        self.engine.pool.reserve(sequence.run, len(sequence.ids))
+        first = result.reused // BLOCK_TOKENS
+        blocks = match.blocks[first:]
+        groups = self.layout.num_values
+        loaded = load_blocks(
+            self.disk.store,
+            blocks,
+            self.layout,
+            self._bits(sequence),
+            READ_THREADS,
+            on_group_done=lambda group, _: on_progress and on_progress(group + 1, groups),
+        )
+        usable = max(result.reused, first * BLOCK_TOKENS + loaded.num_tokens_ok)
+        sequence.num_cached = usable
+        self._remember(sequence, match, usable)
+        return replace(
+            result,
+            loaded=usable - result.reused,
+            loaded_bytes=loaded.bytes_read,
+            load_s=time.perf_counter() - began,
+            notices=self._drop_damaged(blocks, loaded),
+        )
+
+    def _remember(self, sequence: TokenSequence, match: Match, usable: int) -> None:
+        """The full blocks that came from the store need not be saved to it."""
+        full = usable // BLOCK_TOKENS
+        chain = self._chains[sequence]
+        chain.keys = [block.key for block in match.blocks[:full]]
+        if full and match.blocks[full - 1].header.num_tokens != match.blocks[full - 1].num_tokens:
+            chain.keys.pop()
+        chain.num_saved = len(chain.keys)
+
+    def _drop_damaged(self, blocks: Sequence[StoredBlock], loaded: LoadResult) -> tuple[str, ...]:
+        if not loaded.misses:
+            return ()
+        assert self.disk is not None
+        good = 0
+        for block in blocks:
+            good += block.num_tokens
+            if good > loaded.num_tokens_ok:
+                with suppress(StoreError):  # else it stays damaged, and stays a miss
+                    self.disk.store.remove([block.key])
+                break
+        return (f"stored KV is unusable and computed again: {loaded.misses[0]}",)
+
+    def _alarm(
+        self, sequence: TokenSequence, situation: Situation, match: Match | None
+    ) -> tuple[str, ...]:
+        """History that has to be computed again although nobody asked for it is always said."""
+        missing = situation.history - max(situation.available, sequence.num_cached)
+        if missing <= 0 or match is None or match.miss is None:
+            return ()
+        return (
+            f"{missing} tokens of history have no stored KV and are computed again: {match.miss}",
+        )
+
+    def _put(self, sequence: TokenSequence, chain: _Chain, start: int, stop: int) -> bool:
+        """Queue tokens [start, stop) of one block; False where the queue has no room."""
+        assert self.disk is not None
+        index = start // BLOCK_TOKENS
+        parent = chain.keys[index - 1] if index else self.disk.namespace
+        # A copy, since the pool's memory may be given to somebody else before it is written.
+        bits = self._bits(sequence)[:, :, :, start:stop].copy()
+
+        def value(group: int) -> npt.NDArray[Any]:
+            layers = self.layout.value_layers(group)
+            return bits[layers.start : layers.stop]
+
+        block = NewBlock(parent, sequence.ids[start:stop], value)
+        return self.disk.writer.submit(self.disk.namespace, self.layout, [block])
+
+    def _bits(self, sequence: TokenSequence) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """The sequence's KV in the pool as bits: [layers, 2, kv_heads, capacity, head_dim], a view."""
+        slots = self.engine.pool.slots(sequence.run, 0, sequence.run.capacity)
+        kind = torch.uint32 if slots.dtype == torch.float32 else torch.uint16
+        return slots.view(kind).numpy()

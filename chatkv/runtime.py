@@ -1,0 +1,201 @@
+"""The runtime: one model, one pool, one store and all conversations, wired into one object."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from datetime import datetime
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from chatkv.engine.engine import Engine
+from chatkv.engine.pool import BLOCK_TOKENS, BlockPool
+from chatkv.errors import ModelError, UsageError
+from chatkv.model.catalog import find_model
+from chatkv.model.decoder import Decoder
+from chatkv.model.dtype import choose_dtype
+from chatkv.model.prepared import Dtype, PreparedModel, prepare
+from chatkv.model.template import ChatTemplate
+from chatkv.model.tokenizer import Tokenizer
+from chatkv.model.weights import load_weights
+from chatkv.paths import Folders
+from chatkv.restore.cost import CostFile, machine_name
+from chatkv.restore.restorer import DiskTier, Restorer
+from chatkv.session.conversation import Conversation, ModelParts
+from chatkv_store.blocks import BlockStore
+from chatkv_store.conversations import Conversations, Session
+from chatkv_store.errors import StoreError
+from chatkv_store.keys import namespace as kv_namespace
+from chatkv_store.layout import KVLayout
+from chatkv_store.writer import BlockWriter
+
+Progress = Callable[[str, int, int], None]
+
+# KV of live conversations may take this share of the memory that is free at the start.
+POOL_SHARE_OF_MEMORY = 0.25
+
+
+class Runtime:
+    """Everything behind a face, in this process.
+
+    model: what `find_model` takes, None for the embedded default. dtype "auto" is what this
+    machine decodes faster. Notices are lines that a user should see.
+    """
+
+    def __init__(
+        self,
+        folders: Folders,
+        conversations: Conversations,
+        model: str | None = None,
+        dtype: Dtype | Literal["auto"] = "auto",
+        on_progress: Progress | None = None,
+    ) -> None:
+        began = time.perf_counter()
+        self.folders, self.conversations = folders, conversations
+        self.model_spec = model
+        self.notices: list[str] = []
+        self._open = ExitStack()
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        files = find_model(model, folders.cache)
+        chosen = choose_dtype(folders.cache) if dtype == "auto" else dtype
+        self.prepared = prepare(files, chosen, folders.models, on_progress)
+        config = self.prepared.config
+        self.tokenizer = Tokenizer.from_prepared(self.prepared)
+        weights = load_weights(self.prepared)
+        decoder = Decoder(config, weights, max_position=self._max_tokens())
+        self.engine = Engine(
+            decoder,
+            BlockPool(
+                config, -(-self._max_tokens() // BLOCK_TOKENS), decoder.dtype, decoder.device
+            ),
+        )
+        self.layout = KVLayout(
+            config.num_layers, config.num_kv_heads, config.head_dim, chosen, BLOCK_TOKENS
+        )
+        self.namespace = kv_namespace(
+            self.prepared.weights_digest, config.digest(), self.layout, "lossless"
+        )
+        key = f"{machine_name()}/{self.namespace.hex()[:16]}/{decoder.device.type}"
+        self.restorer = Restorer(
+            self.engine,
+            self.layout,
+            self._open_disk(),
+            CostFile(folders.cache / "costs.json"),
+            key,
+        )
+        self.load_model_ms = (time.perf_counter() - began) * 1e3
+
+    def close(self) -> None:
+        """Write what is queued and close the store."""
+        self._open.close()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def new_session(self, title: str = "", seed: int | None = None) -> Session:
+        """An empty session for this model; its seed is drawn now and kept."""
+        settings: dict[str, Any] = {
+            "model": self._portable_spec(),
+            "tokenizer": self._tokenizer_digest(),
+            "seed": int.from_bytes(os.urandom(7), "big") if seed is None else seed,
+        }
+        return self.conversations.create_session(
+            title=title,
+            model=self.prepared.name,
+            namespace=self.namespace.hex(),
+            settings=settings,
+        )
+
+    def open(self, session: Session) -> Conversation:
+        """The session, ready for its next turn; closed by the caller.
+
+        Raises UsageError for a session whose tokens mean something else to this model.
+        """
+        known = session.settings.get("tokenizer")
+        if session.num_turns and known != self._tokenizer_digest():
+            raise UsageError(
+                f"session {session.id} was held with {session.model}, and {self.prepared.name} "
+                "reads its tokens differently: leave --model out, or start a new session"
+            )
+        if session.namespace != self.namespace.hex():
+            session = self.conversations.update_session(
+                session.id, namespace=self.namespace.hex(), model=self.prepared.name
+            )
+        parts = ModelParts(
+            self.prepared.name,
+            self.engine,
+            self.restorer,
+            self.tokenizer,
+            self._template(session),
+            self.load_model_ms,
+        )
+        return Conversation(parts, self.conversations, session)
+
+    def _open_disk(self) -> DiskTier | None:
+        """The disk tier; where it cannot be used, the chat goes on without it and says so."""
+        try:
+            store = BlockStore(self.folders.kv, replace_damaged=True)
+            self._open.callback(store.close)
+            if store.replaced:
+                self.notices.append(f"the KV cache was damaged and starts empty: {store.replaced}")
+            store.register(
+                self.namespace,
+                {"model": self.prepared.name, "layout": self.layout.to_json()},
+            )
+        except StoreError as error:
+            self.notices.append(f"KV is not kept: {error}")
+            return None
+        writer = BlockWriter(store)
+        self._open.callback(writer.close)
+        return DiskTier(store, writer, self.namespace)
+
+    def _template(self, session: Session) -> ChatTemplate:
+        """The model's chat template; to templates that write the date, it is always the day on
+        which the session began, else tomorrow's rendering would differ from today's log."""
+        began = datetime.fromtimestamp(session.created_at)
+        template = ChatTemplate.from_prepared(self.prepared, self.tokenizer, lambda: began)
+        if template.notice and template.notice not in self.notices:
+            self.notices.append(template.notice)
+        return template
+
+    def _max_tokens(self) -> int:
+        """The model's context, or what a quarter of the free memory holds of it."""
+        config = self.prepared.config
+        bits = 4 if self.prepared.dtype == "float32" else 2
+        per_token = config.num_layers * 2 * config.num_kv_heads * config.head_dim * bits
+        budget = int(_available_bytes() * POOL_SHARE_OF_MEMORY)
+        fits = budget // per_token // BLOCK_TOKENS * BLOCK_TOKENS
+        if fits < BLOCK_TOKENS:
+            raise ModelError(
+                f"{self.prepared.name} needs {per_token} bytes of memory per token and only "
+                f"{budget} bytes are to be had: close other programs or take a smaller model"
+            )
+        return min(config.max_position, fits)
+
+    def _portable_spec(self) -> str | None:
+        """The model as a later process, in another folder, will find it."""
+        spec = self.model_spec
+        return str(Path(spec).absolute()) if spec and Path(spec).exists() else spec
+
+    def _tokenizer_digest(self) -> str:
+        return hashlib.sha256(self.prepared.tokenizer_path.read_bytes()).hexdigest()[:32]
+
+
+def _available_bytes() -> int:
+    """Memory that can be had without swapping."""
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,351 @@
+"""One conversation, open: its token log, its KV in the pool, and the turn from top to bottom.
+
+The token log is the truth. A turn appends ids to it, in front of the reply those that the chat
+template adds for the user's message, then those that were sampled; history is never tokenised
+again. Text and ids are committed to SQLite; KV is a cache beside them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from chatkv.engine.engine import Cancelled, Engine, TokenSequence
+from chatkv.engine.sampling import Sampler
+from chatkv.engine.stops import StopStrings
+from chatkv.errors import ContextFull, UsageError
+from chatkv.model.template import ChatTemplate, Rendered
+from chatkv.model.tokenizer import Tokenizer
+from chatkv.restore.plan import Plan
+from chatkv.restore.restorer import Restored, Restorer
+from chatkv.session.reply import Checkpointer, Reply
+from chatkv.session.turn import (
+    FinishReason,
+    Listener,
+    Timing,
+    TokenCounts,
+    TurnOptions,
+    TurnResult,
+)
+from chatkv_store.errors import StoreError
+
+if TYPE_CHECKING:
+    from chatkv_store.conversations import Conversations, Session, Turn
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """What a conversation needs of the loaded model."""
+
+    name: str
+    engine: Engine
+    restorer: Restorer
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    load_model_ms: float
+
+
+class Conversation:
+    """An open session; holds its lease until it is closed.
+
+    Raises StoreBusy where another process has it open.
+    """
+
+    def __init__(
+        self, model: ModelParts, conversations: Conversations, session: Session
+    ) -> None:
+        self.model = model
+        self.conversations = conversations
+        self._open = ExitStack()
+        self._open.enter_context(conversations.lease(session.id))
+        conversations.recover()
+        self.session = conversations.get_session(session.id)
+        self.turns = conversations.chain(session.id)
+        self.sequence = TokenSequence()
+
+    def close(self) -> None:
+        """Give the blocks and the lease back."""
+        self.model.engine.pool.release(self.sequence.run)
+        self._open.close()
+
+    def __enter__(self) -> Conversation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def log(self) -> list[int]:
+        """Every token of the conversation so far."""
+        ids: list[int] = []
+        for turn in self.turns:
+            ids.extend(turn.prompt_ids)
+            ids.extend(turn.reply_ids)
+        return ids
+
+    def send(
+        self,
+        text: str,
+        options: TurnOptions | None = None,
+        listener: Listener | None = None,
+        system: str | None = None,
+    ) -> TurnResult:
+        """Say `text` and hear the answer: one turn, from words to words.
+
+        Cancelled turns return with finish_reason "interrupted" and what was said until then.
+        """
+        options, listener = options or TurnOptions(), listener or Listener()
+        clock = _TurnClock()
+        history = self.log
+        prompt_ids = self._prompt_ids(text, system, len(history))
+        turn = self._begin(text, prompt_ids, system, options)
+        sampler = Sampler(options.sampling, turn.seed, turn.rng_draws_before)
+        reply = Reply(
+            self.model.tokenizer.stream(), StopStrings(options.stop), listener.on_text
+        )
+        restored: Restored | None = None
+        finish: FinishReason = "interrupted"
+        last_logits: Tensor | None = None
+        with Checkpointer(lambda: self._checkpoint(turn, reply, sampler)) as checkpoints:
+            try:
+                restored = self.model.restorer.restore(
+                    self.sequence,
+                    [*history, *prompt_ids],
+                    history=len(history),
+                    wanted=options.restore,
+                    exact=options.exact,
+                    on_progress=lambda done, total: listener.on_progress("restore", done, total),
+                )
+                clock.restored()
+                logits = self._prefill(listener)
+                clock.prefilled()
+                finish, last_logits = self._decode(logits, reply, sampler, options, listener, clock)
+            except Cancelled:
+                pass
+            finally:
+                reply.finish()
+                turn = self._finish(turn, reply, sampler, finish)
+        notices = self._notices(restored, checkpoints)
+        return self._result(turn, finish, restored, clock, notices, last_logits)
+
+    # --- the steps of a turn ----------------------------------------------------------------
+
+    def _prompt_ids(self, text: str, system: str | None, num_history: int) -> list[int]:
+        """The ids that this message adds to the log, generation prompt included."""
+        if system is not None and self.turns:
+            raise UsageError("a system prompt can only be given to a new session")
+        messages = [*self.messages(system), {"role": "user", "content": text}]
+        template, tokenizer = self.model.template, self.model.tokenizer
+        if self.turns:
+            rendered = _without_start(template.continuation(messages), self._end_text())
+            ids = tokenizer.encode_continuation(rendered.text, rendered.content_spans)
+        else:
+            rendered = template.render(messages, add_generation_prompt=True)
+            ids = tokenizer.encode_rendered(rendered.text, rendered.content_spans)
+        room = self.model.engine.max_tokens - num_history - len(ids)
+        if room < 1:
+            raise ContextFull(
+                f"the conversation has {num_history} tokens and this message adds {len(ids)}, "
+                f"but the context ends at {self.model.engine.max_tokens}: start a new session, or "
+                "fork an earlier turn"
+            )
+        return ids
+
+    def _begin(
+        self, text: str, prompt_ids: list[int], system: str | None, options: TurnOptions
+    ) -> Turn:
+        """Save what the user said before anything is computed."""
+        last = self.turns[-1] if self.turns else None
+        seed = self.session.settings["seed"] if options.seed is None else options.seed
+        goes_on = last is not None and last.seed == seed
+        return self.conversations.begin_turn(
+            self.session.id,
+            user_text=text,
+            prompt_ids=prompt_ids,
+            system_text=system,
+            seed=seed,
+            rng_draws_before=last.rng_draws_after if last is not None and goes_on else 0,
+        )
+
+    def _prefill(self, listener: Listener) -> Tensor:
+        """Compute what has no KV yet, saving block by block."""
+
+        def progress(done: int, total: int) -> None:
+            self.model.restorer.save(self.sequence)
+            listener.on_progress("prefill", done, total)
+
+        return self.model.engine.prefill(self.sequence, progress, listener.cancelled)
+
+    def _decode(
+        self,
+        logits: Tensor,
+        reply: Reply,
+        sampler: Sampler,
+        options: TurnOptions,
+        listener: Listener,
+        clock: _TurnClock,
+    ) -> tuple[FinishReason, Tensor]:
+        """Sample until a stop token, a stop string, the limit or a cancel."""
+        stop_ids = self.model.tokenizer.stop_ids
+        steps = self.model.engine.decode(
+            self.sequence, logits, sampler, stop_ids, options.max_tokens, listener.cancelled
+        )
+        finish: FinishReason = "length"
+        for token, logits in steps:
+            clock.token()
+            if token in stop_ids:
+                reply.push_silent(token)
+                finish = "stop"
+                break
+            reply.push(token)
+            if reply.stops.stopped:
+                finish = "stop"
+                break
+            self.model.restorer.save(self.sequence)
+        else:
+            if listener.cancelled():
+                finish = "interrupted"
+        return finish, logits
+
+    def _checkpoint(self, turn: Turn, reply: Reply, sampler: Sampler) -> None:
+        if reply.ids:
+            # Text first: ids may run ahead of it, never the other way round.
+            text, ids = reply.text, list(reply.ids)
+            self.conversations.checkpoint_turn(
+                turn.id, reply_text=text, reply_ids=ids, rng_draws_after=sampler.draws
+            )
+
+    def _finish(self, turn: Turn, reply: Reply, sampler: Sampler, finish: FinishReason) -> Turn:
+        """Commit the turn, then hand its KV to the writer."""
+        turn = self.conversations.finish_turn(
+            turn.id,
+            reply_text=reply.text,
+            reply_ids=reply.ids,
+            rng_draws_after=sampler.draws,
+            state="interrupted" if finish == "interrupted" else "done",
+            finish_reason=finish,
+        )
+        self.turns = [*self.turns, turn]
+        self.sequence.keep_prefix_of(self.log)
+        self.model.restorer.save(self.sequence, tail=True)
+        return turn
+
+    # --- text and log -----------------------------------------------------------------------
+
+    def messages(self, system: str | None = None) -> list[dict[str, Any]]:
+        """The conversation as chat messages; `system` for one that has not begun."""
+        first_system = self.turns[0].system_text if self.turns else system
+        messages = [{"role": "system", "content": first_system}] if first_system else []
+        for turn in self.turns:
+            messages.append({"role": "user", "content": turn.user_text})
+            messages.append({"role": "assistant", "content": turn.reply_text})
+        return messages
+
+    def _end_text(self) -> str:
+        """The text of the stop token that ended the last reply, "" where none did."""
+        reply_ids = self.turns[-1].reply_ids
+        if reply_ids and reply_ids[-1] in self.model.tokenizer.stop_ids:
+            return self.model.tokenizer.decode(reply_ids[-1:], skip_special=False)
+        return ""
+
+    def difference_from_template(self) -> str | None:
+        """Where the log's text departs from the template's rendering of the whole conversation,
+        as a line for the user; None where they agree."""
+        log_text = self.model.tokenizer.decode(self.log, skip_special=False)
+        difference = self.model.template.matches_log(self.messages(), log_text)
+        if difference is None:
+            return None
+        return f"the chat template would write this conversation differently {difference}"
+
+    def _notices(self, restored: Restored | None, checkpoints: Checkpointer) -> tuple[str, ...]:
+        lines = list(restored.notices) if restored is not None else []
+        if checkpoints.error is not None:
+            lines.append(f"the reply could not be saved while it was written: {checkpoints.error}")
+        difference = self.difference_from_template()
+        if difference is not None:
+            lines.append(difference)
+        return tuple(lines)
+
+    def _result(
+        self,
+        turn: Turn,
+        finish: FinishReason,
+        restored: Restored | None,
+        clock: _TurnClock,
+        notices: Sequence[str],
+        last_logits: Tensor | None,
+    ) -> TurnResult:
+        prompt = turn.tokens_before + len(turn.prompt_ids)
+        reused = restored.reused if restored else 0
+        loaded = restored.loaded if restored else 0
+        return TurnResult(
+            session=self.session.id,
+            turn=turn.index,
+            text=turn.reply_text,
+            finish_reason=finish,
+            tokens=TokenCounts(
+                prompt=prompt,
+                reused=reused,
+                loaded=loaded,
+                computed=prompt - reused - loaded,
+                generated=len(turn.reply_ids),
+            ),
+            plan=restored.plan if restored else Plan("none", 0.0),
+            plan_actual_ms=clock.restore_ms + clock.prefill_ms,
+            timing=clock.timing(self.model.load_model_ms),
+            model=self.model.name,
+            notices=tuple(notices),
+            last_logits=last_logits,
+        )
+
+
+def _without_start(rendered: Rendered, start: str) -> Rendered:
+    """`rendered` less `start`, the end-of-turn text that the log holds already."""
+    if not start or not rendered.text.startswith(start):
+        return rendered
+    cut = len(start)
+    spans = tuple((first - cut, last - cut) for first, last in rendered.content_spans)
+    return Rendered(rendered.text[cut:], spans)
+
+
+class _TurnClock:
+    """When each phase of a turn ended."""
+
+    def __init__(self) -> None:
+        self._began = self._restored = self._prefilled = time.perf_counter()
+        self._tokens: list[float] = []
+
+    def restored(self) -> None:
+        self._restored = self._prefilled = time.perf_counter()
+
+    def prefilled(self) -> None:
+        self._prefilled = time.perf_counter()
+
+    def token(self) -> None:
+        self._tokens.append(time.perf_counter())
+
+    @property
+    def restore_ms(self) -> float:
+        return (self._restored - self._began) * 1e3
+
+    @property
+    def prefill_ms(self) -> float:
+        return (self._prefilled - self._restored) * 1e3
+
+    def timing(self, load_model_ms: float) -> Timing:
+        tokens = self._tokens
+        rate = None
+        if len(tokens) > 1:
+            rate = (len(tokens) - 1) / (tokens[-1] - tokens[0])
+        return Timing(
+            load_model_ms=load_model_ms,
+            restore_ms=self.restore_ms,
+            prefill_ms=self.prefill_ms,
+            ttft_ms=((tokens[0] if tokens else self._prefilled) - self._began) * 1e3,
+            decode_tokens_per_s=rate,
+        )

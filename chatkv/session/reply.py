@@ -1,0 +1,84 @@
+"""A reply while it is being made: text for the reader, ids for the log, checkpoints for a crash."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from chatkv.engine.stops import StopStrings
+from chatkv.model.detokenizer import TextStream
+
+# A crash may cost the last second of what was read; half of that leaves room for a slow disk.
+CHECKPOINT_S = 0.4
+
+
+@dataclass
+class Reply:
+    """Text and ids so far. `text` is exactly what was passed to `on_text`."""
+
+    stream: TextStream
+    stops: StopStrings
+    on_text: Callable[[str], None]
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    _ends: list[int] = field(default_factory=list)  # characters decoded after each id
+    _decoded: int = 0
+
+    def push(self, token: int) -> None:
+        """One more sampled id that belongs to the text."""
+        piece = self.stream.push(token)
+        self._decoded += len(piece)
+        self.ids.append(token)
+        self._ends.append(self._decoded)
+        self._show(self.stops.push(piece))
+
+    def push_silent(self, token: int) -> None:
+        """A sampled id without text of its own: the end of the turn."""
+        self.ids.append(token)
+        self._ends.append(self._decoded)
+
+    def finish(self) -> None:
+        """Show what was held back (half a character, a possible stop string), unless a stop
+        string ended the reply: then drop the ids that only made the stop string."""
+        if not self.stops.stopped:
+            self._show(self.stops.push(self.stream.flush()) + self.stops.flush())
+        if self.stops.stopped:
+            needed = next((i for i, end in enumerate(self._ends) if end >= len(self.text)), 0)
+            keep = needed + 1 if self.text else 0
+            del self.ids[keep:], self._ends[keep:]
+
+    def _show(self, text: str) -> None:
+        if text:
+            self.text += text
+            self.on_text(text)
+
+
+class Checkpointer:
+    """Calls `save` every CHECKPOINT_S on a thread of its own, so that no token waits for a disk.
+
+    `save` must take its own snapshot; an exception it raises is kept in `error` and ends the
+    checkpoints, never the reply.
+    """
+
+    def __init__(self, save: Callable[[], None]) -> None:
+        self._save = save
+        self._done = threading.Event()
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+
+    def __enter__(self) -> Checkpointer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._done.wait(CHECKPOINT_S):
+            try:
+                self._save()
+            except Exception as error:
+                self.error = error
+                return
