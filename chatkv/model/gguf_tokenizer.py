@@ -11,8 +11,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from ..errors import ModelError
-from .gguf_file import GGUFFile
+from chatkv.errors import ModelError
+from chatkv.model.gguf_file import GGUFFile
 
 # tokenizer.ggml.token_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -59,7 +59,9 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     elif kind == "llama":
         tokenizer = _sentencepiece(file, tokens, types)
     else:
-        raise ModelError(f"{file.path}: tokenizer {kind!r} is not supported (supported: gpt2, llama)")
+        raise ModelError(
+            f"{file.path}: tokenizer {kind!r} is not supported (supported: gpt2, llama)"
+        )
     _add_tokens(tokenizer, tokens, types)
     return tokenizer
 

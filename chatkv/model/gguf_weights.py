@@ -7,11 +7,11 @@ from typing import Any
 import numpy
 import torch
 
-from ..errors import ModelError
-from .config import ModelConfig
-from .gguf_file import GGUFFile
-from .tensor_file import TensorSource
-from .weights import expected_shapes
+from chatkv.errors import ModelError
+from chatkv.model.config import ModelConfig
+from chatkv.model.gguf_file import GGUFFile
+from chatkv.model.tensor_file import TensorSource
+from chatkv.model.weights import expected_shapes
 
 _OUTSIDE = {
     "token_embd": "model.embed_tokens",
@@ -40,8 +40,11 @@ def tensor_sources(file: GGUFFile, config: ModelConfig) -> list[TensorSource]:
 
     Raises ModelError for a missing, misshaped or unknown tensor.
     """
-    packed = {_hf_name(file, name): tensor for name, tensor in file.tensors.items()
-              if name not in _IGNORED}
+    packed = {
+        _hf_name(file, name): tensor
+        for name, tensor in file.tensors.items()
+        if name not in _IGNORED
+    }
     sources = []
     for name, shape in expected_shapes(config).items():
         tensor = packed.pop(name, None)
@@ -55,9 +58,7 @@ def tensor_sources(file: GGUFFile, config: ModelConfig) -> list[TensorSource]:
         sources.append(_source(file, config, name, shape, tensor))
     if packed:
         extra = next(iter(packed.values()))
-        raise ModelError(
-            f"{file.path}: {extra.name} is no tensor of a {config.architecture} model"
-        )
+        raise ModelError(f"{file.path}: {extra.name} is no tensor of a {config.architecture} model")
     return sources
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelError
-from .catalog import read_json
-from .hf_config import config_from_hf
+from chatkv.errors import ModelError
+from chatkv.model.catalog import read_json
+from chatkv.model.hf_config import config_from_hf
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any]:

@@ -7,15 +7,20 @@ Knows both spellings of rotary settings: `rope_theta` beside `rope_scaling` (tra
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
-from ..errors import ModelError
-from .config import ModelConfig, RopeScaling
+from chatkv.errors import ModelError
+from chatkv.model.config import ModelConfig, RopeScaling
 
 # Per architecture, transformers' defaults for fields that config.json may leave out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048, "attention_bias": False},
-    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    "mistral": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
     "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
     "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
 }
@@ -43,7 +48,7 @@ def config_from_hf(fields: dict[str, Any], where: str) -> ModelConfig:
             raise ModelError(f"{where}: {name} is missing or no number")
     # null stands for "left out" in every one of these fields but sliding_window.
     present = {k: v for k, v in fields.items() if v is not None or k == "sliding_window"}
-    get = (_DEFAULTS[architecture] | present).get
+    get: Callable[..., Any] = (_DEFAULTS[architecture] | present).get
     if (activation := get("hidden_act", "silu")) != "silu":
         raise ModelError(f"{where}: hidden_act {activation!r} is not supported (supported: silu)")
 
@@ -87,7 +92,7 @@ def _architecture(fields: dict[str, Any], where: str) -> str:
     return str(name)
 
 
-def _window(architecture: str, get: Any, where: str) -> tuple[int | None, int]:
+def _window(architecture: str, get: Callable[..., Any], where: str) -> tuple[int | None, int]:
     """Sliding window in tokens and the first layer it holds for."""
     window = get("sliding_window")
     if architecture == "llama" or not window:
@@ -100,8 +105,7 @@ def _window(architecture: str, get: Any, where: str) -> tuple[int | None, int]:
     first = int(get("max_window_layers", 28))
     if kinds := get("layer_types"):
         first = kinds.index("sliding_attention") if "sliding_attention" in kinds else num_layers
-        full_then_sliding = ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
-        if kinds != full_then_sliding:
+        if any(kind != "sliding_attention" for kind in kinds[first:]) or len(kinds) != num_layers:
             raise ModelError(f"{where}: layer_types that alternate are not supported")
     # The same function has one config: a window that no layer uses is none.
     return (int(window), first) if first < num_layers else (None, 0)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..errors import ModelError
+from chatkv.errors import ModelError
 
 Progress = Callable[[str, int, int], None]
 """Called as (what is being done, bytes done, bytes in all)."""
@@ -25,9 +25,7 @@ _PIECE_BYTES = 8 << 20
 _SETTLED_NS = 20_000_000
 
 
-def weights_digest(
-    files: Sequence[Path], cache: Path, progress: Progress | None = None
-) -> bytes:
+def weights_digest(files: Sequence[Path], cache: Path, progress: Progress | None = None) -> bytes:
     """32 bytes: SHA-256 over the contents of the weight files, in the order given.
 
     The digest of each file is remembered below `cache` under the file's path, and used while its

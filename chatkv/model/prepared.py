@@ -1,7 +1,7 @@
 """A model made ready to run: what a start needs, in the form that a start reads fastest.
 
 A GGUF is converted once: dequantised, renamed, its tokenizer rebuilt, all written to one folder
-below `models_dir` that later starts only map (SmolLM2: 1.7 s to parse the GGUF, 20 ms to open this).
+below `models_dir` that later starts only map (SmolLM2: 5 s to convert, under 1 ms to open what that made).
 A Hugging Face checkpoint already has that form and is read where it lies.
 """
 
@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import ModelError
-from .catalog import ModelFiles
-from .config import ModelConfig
-from .identity import Progress, weights_digest
+from chatkv.errors import ModelError
+from chatkv.model.catalog import ModelFiles
+from chatkv.model.config import ModelConfig
+from chatkv.model.identity import Progress, weights_digest
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
@@ -76,7 +76,7 @@ def prepare(
     files_digest = weights_digest(files.files, models_dir, progress)
     digest = hashlib.sha256(f"{files.kind}:{FORMAT}:{dtype}:".encode() + files_digest).digest()
     if files.kind == "hf":
-        from .hf_checkpoint import read_checkpoint
+        from chatkv.model.hf_checkpoint import read_checkpoint
 
         checkpoint = read_checkpoint(files.path)
         return PreparedModel(
@@ -123,7 +123,7 @@ def _read_record(folder: Path) -> _Record | None:
 def _convert_once(
     files: ModelFiles, dtype: Dtype, folder: Path, progress: Progress | None
 ) -> _Record:
-    """Convert into a temporary folder and rename it to `folder`, unless another process just has."""
+    """Convert into a temporary folder, renamed to `folder`, unless another process just has."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_suffix(".lock")):
@@ -154,12 +154,12 @@ def _convert_once(
 def _convert_gguf(
     files: ModelFiles, dtype: Dtype, folder: Path, progress: Progress | None
 ) -> _Record:
-    from .gguf_config import config_from_gguf
-    from .gguf_file import open_gguf
-    from .gguf_tokenizer import tokenizer_from_gguf
-    from .gguf_weights import tensor_sources
-    from .tensor_file import write_safetensors
-    from .weights import TORCH_DTYPES
+    from chatkv.model.gguf_config import config_from_gguf
+    from chatkv.model.gguf_file import open_gguf
+    from chatkv.model.gguf_tokenizer import tokenizer_from_gguf
+    from chatkv.model.gguf_weights import tensor_sources
+    from chatkv.model.tensor_file import write_safetensors
+    from chatkv.model.weights import TORCH_DTYPES
 
     def written(done: int, total: int) -> None:
         if progress:
@@ -193,8 +193,10 @@ def _convert_gguf(
 def _special_tokens(metadata: dict[str, Any]) -> dict[str, str]:
     tokens = metadata["tokenizer.ggml.tokens"]
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-    found = {f"{name}_token": metadata.get(f"tokenizer.ggml.{key}_token_id")
-             for key, name in names.items()}
+    found = {
+        f"{name}_token": metadata.get(f"tokenizer.ggml.{key}_token_id")
+        for key, name in names.items()
+    }
     return {name: tokens[id] for name, id in found.items() if id is not None and id < len(tokens)}
 
 

@@ -7,7 +7,6 @@ whether the log still is what the template would write, and where not.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +14,11 @@ from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ModelError
+from chatkv.errors import ModelError
 
 if TYPE_CHECKING:
-    from .prepared import PreparedModel
-    from .tokenizer import Tokenizer
+    from chatkv.model.prepared import PreparedModel
+    from chatkv.model.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 """At least "role" and "content"; the content is text, or a list of parts with "type" and "text"."""
@@ -134,14 +133,14 @@ class ChatTemplate:
         text = self._render(messages, add_generation_prompt)
         if text.startswith(log_text):
             return None
-        position = len(os.path.commonprefix([text, log_text]))
+        position = _common_length(text, log_text)
         end = position + 40
         return Difference(position, log_text[position:end], text[position:end])
 
     # -- how -----------------------------------------------------------------------------------
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        from .template_sandbox import render_limited
+        from chatkv.model.template_sandbox import render_limited
 
         variables = {
             **self._variables,
@@ -157,7 +156,7 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> Any:
-        from .template_sandbox import TemplateEnvironment
+        from chatkv.model.template_sandbox import TemplateEnvironment
 
         environment = TemplateEnvironment(lambda form: self._now().strftime(form))
         try:
@@ -184,6 +183,18 @@ class ChatTemplate:
             if found is not None:
                 return found
         return None
+
+
+def _common_length(a: str, b: str) -> int:
+    """How many characters `a` and `b` begin with in common."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _compare(text: str, marked: str) -> tuple[tuple[int, int], ...] | None:
@@ -222,7 +233,9 @@ def _contents(value: Any) -> list[str]:
         return [value]
     if isinstance(value, Mapping):
         return [
-            text for key, child in value.items() if key not in _STRUCTURE
+            text
+            for key, child in value.items()
+            if key not in _STRUCTURE
             for text in _contents(child)
         ]
     if isinstance(value, (list, tuple)):
@@ -234,7 +247,8 @@ def _unused_mark(texts: Iterable[str]) -> str:
     """A private-use character that occurs in none of `texts`."""
     used = set().union(*texts)
     return next(
-        mark for mark in map(chr, range(_FIRST_MARK + _NUM_MARKS - 1, _FIRST_MARK, -1))
+        mark
+        for mark in map(chr, range(_FIRST_MARK + _NUM_MARKS - 1, _FIRST_MARK, -1))
         if mark not in used
     )
 

@@ -29,11 +29,13 @@ MAX_TOTAL_CHARS = 100_000_000  # all strings made on the way together
 MAX_NUMBER = 100_000  # as a width, a count or the like
 
 # Filters that templates use. The others are left out, some for making much out of little.
-_FILTERS = (
-    "abs attr bool capitalize count d default dictsort e escape first float format groupby indent "
-    "int items join last length list lower map max min reject rejectattr replace reverse round "
-    "safe select selectattr sort string sum title trim unique upper wordcount"
-).split()
+_FILTERS = frozenset(
+    {"abs", "bool", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first"}
+    | {"float", "format", "groupby", "indent", "int", "items", "join", "last", "length", "list"}
+    | {"lower", "map", "max", "min", "reject", "rejectattr", "replace", "reverse", "round", "safe"}
+    | {"select", "selectattr", "sort", "string", "sum", "title", "trim", "unique", "upper"}
+    | {"wordcount"}
+)
 _LARGE_WIDTH = re.compile(r"\d{5}|%[^a-zA-Z%]*\*")
 
 
@@ -117,7 +119,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             finalize=_output,
         )
         known = self.filters
-        self.filters = {name: _paying(name, known[name]) for name in _FILTERS if name in known}
+        self.filters = {name: _paying(name, known[name]) for name in known if name in _FILTERS}
         self.filters |= {"tojson": _tojson, "_loop": _loop, "_concat": _concat}
         for name in ("lipsum", "cycler", "joiner"):
             self.globals.pop(name, None)
@@ -130,7 +132,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return self.from_string(source)
 
     def _generate(
-        self, source: nodes.Template, name: str | None, filename: str | None,
+        self,
+        source: nodes.Template,
+        name: str | None,
+        filename: str | None,
         defer_init: bool = False,
     ) -> str:
         """Let every loop and every `~` go through a filter that pays."""
@@ -157,9 +162,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                     else:
                         setattr(node, field, paid)
 
-    def _filter(self, name: str, value: nodes.Expr, *args: nodes.Expr) -> nodes.Filter:
+    def _filter(self, name: str, value: nodes.Node, *args: nodes.Expr) -> nodes.Node:
         made = nodes.Filter(value, name, list(args), [], None, None, lineno=value.lineno)
-        return made.set_environment(self)  # type: ignore[return-value]
+        return made.set_environment(self)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         budget = _budget.get()
@@ -180,7 +185,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             budget.tree(right)
         return super().call_binop(context, operator, left, right)
 
-    def call(self, context: Any, target: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Any, target: Any, /, *args: Any, **kwargs: Any) -> Any:
         budget = _budget.get()
         budget.step()
         text = getattr(target, "__self__", None)
@@ -313,7 +318,7 @@ def _tojson(
     context: Any,
     value: Any,
     ensure_ascii: bool = False,
-    indent: int | None = None,
+    indent: Any = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from ..errors import ModelError
-from .detokenizer import Detokenizer, TextStream
-from .template import CHATML
+from chatkv.errors import ModelError
+from chatkv.model.detokenizer import Detokenizer, TextStream
+from chatkv.model.template import CHATML
 
 if TYPE_CHECKING:
-    from .prepared import PreparedModel
+    from chatkv.model.prepared import PreparedModel
 
 Span = tuple[int, int]
 """Start and end, in characters, of a message's content within rendered text."""
@@ -57,7 +57,7 @@ class Tokenizer:
     def from_file(
         cls, path: Path, eos_ids: Iterable[int] = (), template: str | None = None
     ) -> Tokenizer:
-        """From a `tokenizer.json`. `eos_ids` and the ends of turn that `template` uses stop a reply.
+        """From a `tokenizer.json`; `eos_ids` and the ends of turn in `template` stop a reply.
 
         Raises ModelError where the file is missing or damaged.
         """
@@ -105,23 +105,24 @@ class Tokenizer:
     def _pieces(
         self, text: str, content_spans: Sequence[Span], first: tokenizers.Tokenizer
     ) -> list[int]:
-        """Encode cut at the special tokens outside `content_spans`; `first` does the first piece."""
+        """Encode, cut at the special tokens outside `content_spans`; `first` does the first."""
         later = self._without_prefix if self._prefixes_text_only else self._backend
         ids: list[int] = []
         end = 0
         for match in self._template_specials(text, content_spans):
             token = self._added[match.group()]
             piece = text[end : match.start()]
-            ids += self._plain(first if end == 0 else later, piece.rstrip() if token.lstrip else piece)
+            piece = piece.rstrip() if token.lstrip else piece
+            ids += self._plain(later if end else first, piece)
             ids.append(self.special_ids[token.content])
             end = match.end()
             if token.rstrip:
                 end += len(text[end:]) - len(text[end:].lstrip())
-        return ids + self._plain(first if end == 0 else later, text[end:])
+        return ids + self._plain(later if end else first, text[end:])
 
     def _template_specials(self, text: str, content_spans: Sequence[Span]) -> list[re.Match[str]]:
         """Occurrences of special tokens that touch no content."""
-        found = []
+        found: list[re.Match[str]] = []
         gap = 0
         for start, end in [*sorted(content_spans), (len(text), len(text))]:
             found += self._special.finditer(text, gap, start)
@@ -160,13 +161,19 @@ class Tokenizer:
 
     @cached_property
     def _detokenizer(self) -> Detokenizer:
-        return Detokenizer(self._backend, self._parts["decoder"], set(self.special_ids.values()))
+        return Detokenizer(
+            self._backend,
+            self._parts["decoder"],
+            set(self.special_ids.values()),
+            prefix_after_special=bool(self._prefixes) and not self._prefixes_text_only,
+        )
 
     # -- variants of the backend, built when first needed --------------------------------------
 
     @cached_property
     def _parts(self) -> dict[str, Any]:
         """How the backend normalises, splits and decodes, as in tokenizer.json."""
+
         def state(part: Any) -> Any:
             return json.loads(part.__getstate__()) if part is not None else None
 
@@ -221,7 +228,7 @@ class Tokenizer:
 
 
 def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The innermost steps of a normaliser or pre-tokeniser, which may be a sequence of sequences."""
+    """The innermost steps of a normaliser or pre-tokeniser, either of which may be nested."""
     if part is None:
         return []
     inner = part.get("normalizers") or part.get("pretokenizers")

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ModelError
-from .config import ModelConfig
+from chatkv.errors import ModelError
+from chatkv.model.config import ModelConfig
 
 if TYPE_CHECKING:
-    from .prepared import PreparedModel
+    from chatkv.model.prepared import PreparedModel
 
 TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -97,9 +97,7 @@ def _checked(
     file: Path, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
     if tuple(tensor.shape) != shape:
-        raise ModelError(
-            f"{file}: {name} has shape {list(tensor.shape)}, expected {list(shape)}"
-        )
+        raise ModelError(f"{file}: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
     if tensor.dtype not in TORCH_DTYPES.values():
         stored = str(tensor.dtype).removeprefix("torch.")
         raise ModelError(f"{file}: {name} is stored as {stored}, which is not supported")
