@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import sqlite3
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from . import resolve, sessions, tree, turns
-from .database import Database
-from .errors import StoreBusy, StoreError, StoreFull
-from .export import as_plain_values
-from .leases import Leases
-from .records import (
+from chatkv_store import resolve, sessions, tree, turns
+from chatkv_store.database import Database
+from chatkv_store.errors import StoreBusy, StoreError, StoreFull
+from chatkv_store.export import as_plain_values
+from chatkv_store.leases import Leases
+from chatkv_store.records import (
     SELECT_SESSION,
     SearchHit,
     Session,
@@ -32,7 +33,7 @@ from .records import (
     session_from_row,
     title_from,
 )
-from .search import find_sessions
+from chatkv_store.search import find_sessions
 
 __all__ = ["Conversations", "SearchHit", "Session", "Turn"]
 
@@ -128,6 +129,11 @@ class Conversations:
             )
             return [session_from_row(row) for row in rows]
 
+    def short_ids(self) -> dict[str, str]:
+        """Every session's id -> its shortest prefix that names it alone (>= 8 characters)."""
+        with self._database.read() as conn:
+            return resolve.short_ids(conn)
+
     def search(self, text: str, limit: int | None = 20) -> list[SearchHit]:
         """Sessions with every word of `text`, taken literally, in the title or in one turn."""
         with self._database.read() as conn:
@@ -217,6 +223,11 @@ class Conversations:
         with self._database.read() as conn:
             return tree.chain(conn, resolve.by_id(conn, session_id).head)
 
+    def token_log(self, session_id: str) -> array[int]:
+        """Every token id (u32) of the session, from its first turn to its head."""
+        with self._database.read() as conn:
+            return tree.token_log(conn, resolve.by_id(conn, session_id).head)
+
     def get_turn(self, turn_id: str) -> Turn:
         """One turn by its id; StoreError where there is none."""
         with self._database.read() as conn:
@@ -304,10 +315,15 @@ class Conversations:
 
     @contextmanager
     def lease(self, session_id: str) -> Iterator[None]:
-        """Be the session's only writer; StoreBusy names the process that is."""
+        """Be the session's only writer; StoreBusy names the process that is.
+
+        Whoever holds the lease knows that an unfinished turn was left by a dead process: such
+        turns are marked as interrupted first.
+        """
         with self._database.read() as conn:
             resolve.by_id(conn, session_id)
         with self._leases.hold(session_id):
+            self._interrupt_left_turns(session_id)
             yield
 
     def recover(self) -> list[Turn]:
@@ -317,8 +333,8 @@ class Conversations:
         recovered: list[Turn] = []
         for session_id in suspects:
             try:
-                with self._leases.hold(session_id, patience_s=0.0), self._database.write() as conn:
-                    recovered += turns.interrupt_unfinished(conn, session_id)
+                with self._leases.hold(session_id, patience_s=0.0):
+                    recovered += self._interrupt_left_turns(session_id)
             except StoreBusy:
                 continue  # its process lives and is answering
         return recovered
@@ -329,6 +345,14 @@ class Conversations:
             session = resolve.by_id(conn, session_id)
             path = tree.chain(conn, session.head)
         return as_plain_values(session, path)
+
+    def _interrupt_left_turns(self, session_id: str) -> list[Turn]:
+        """Called with the lease held, before any turn of this holder has begun."""
+        with self._database.read() as conn:
+            if session_id not in turns.sessions_with_unfinished(conn):
+                return []
+        with self._database.write() as conn:
+            return turns.interrupt_unfinished(conn, session_id)
 
     def _erase_traces(self) -> None:
         """Overwrite what SQLite still holds of deleted words: in its search index and its log.

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from . import migrations
-from .errors import (
+from chatkv_store import migrations
+from chatkv_store.errors import (
     StoreBusy,
     StoreDamaged,
     StoreError,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .records import Session, Turn
+from chatkv_store.records import Session, Turn
 
 EXPORT_FORMAT = "chatkv-conversation"
 EXPORT_VERSION = 1

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .errors import StoreBusy, StoreError, StoreFull, StoreReadOnly
+from chatkv_store.errors import StoreBusy, StoreError, StoreFull, StoreReadOnly
 
 # `recover` holds a lease for a few milliseconds; a session that opens just then should not fail.
 _PATIENCE_S = 0.25

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .errors import StoreDamaged
+from chatkv_store.errors import StoreDamaged
 
 TurnState = Literal["pending", "streaming", "done", "interrupted"]
 UNFINISHED = ("pending", "streaming")

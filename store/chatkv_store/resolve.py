@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sqlite3
+from itertools import pairwise
+from os.path import commonprefix
 
-from .errors import SessionAmbiguous, SessionNotFound
-from .records import SELECT_SESSION, Session, one_line, session_from_row
-from .ulid import ALPHABET
+from chatkv_store.errors import SessionAmbiguous, SessionNotFound
+from chatkv_store.records import SELECT_SESSION, Session, one_line, session_from_row
+from chatkv_store.ulid import ALPHABET
 
 MIN_PREFIX_CHARS = 4
 _NAMED = 3  # candidates that an error line names
@@ -35,6 +37,20 @@ def session(conn: sqlite3.Connection, ref: str) -> Session:
             f'"{ref}" names {len(found)} sessions: {_named(found)}; give more of the id'
         )
     raise SessionNotFound(_nothing_found(conn, ref))
+
+
+def short_ids(conn: sqlite3.Connection, min_chars: int = 8) -> dict[str, str]:
+    """Every id -> its shortest prefix that no other id has.
+
+    An id begins with its time, 8 characters of it being about a second: shorter prefixes would
+    often be unique today and ambiguous tomorrow.
+    """
+    ids = [row[0] for row in conn.execute("SELECT id FROM sessions ORDER BY id")]
+    shared = [len(commonprefix(pair)) for pair in pairwise(ids)]  # sorted: neighbours are closest
+    return {
+        one: one[: max(min_chars, before + 1, after + 1)]
+        for one, before, after in zip(ids, [0, *shared], [*shared, 0], strict=False)
+    }
 
 
 def _select(conn: sqlite3.Connection, condition: str, *values: str) -> list[Session]:

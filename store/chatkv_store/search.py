@@ -13,7 +13,7 @@ import sqlite3
 import unicodedata
 from dataclasses import dataclass
 
-from .records import SELECT_SESSION, SearchHit, session_from_row
+from chatkv_store.records import SELECT_SESSION, SearchHit, session_from_row
 
 _SNIPPET_CHARS = 80
 

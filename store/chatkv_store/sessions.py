@@ -6,8 +6,8 @@ import json
 import sqlite3
 from typing import Any
 
-from .records import one_line, storable
-from .ulid import ulid_after
+from chatkv_store.records import one_line, storable
+from chatkv_store.ulid import ulid_after
 
 
 def insert(

@@ -8,25 +8,32 @@ it: that session's head, or a turn that it owns further down.
 from __future__ import annotations
 
 import sqlite3
+from array import array
 
-from .errors import StoreBusy, StoreError
-from .records import TURN_COLUMNS, UNFINISHED, Session, Turn, turn_from_row
+from chatkv_store.errors import StoreBusy, StoreError
+from chatkv_store.records import TURN_COLUMNS, UNFINISHED, Session, Turn, blob_to_ids, turn_from_row
+
+# The turns from the root down to the head that is bound to the first `?`.
+_PATH = """
+    WITH RECURSIVE path(id) AS (
+        SELECT ?
+        UNION ALL
+        SELECT turns.parent_id FROM turns JOIN path ON turns.id = path.id
+    )
+    SELECT {columns} FROM path JOIN turns ON turns.id = path.id ORDER BY turns.position
+"""
 
 
 def chain(conn: sqlite3.Connection, head: str | None) -> list[Turn]:
     """The turns from the root down to `head`."""
     columns = ", ".join(f"turns.{name.strip()}" for name in TURN_COLUMNS.split(","))
-    rows = conn.execute(
-        f"""WITH RECURSIVE path(id) AS (
-                SELECT ?
-                UNION ALL
-                SELECT turns.parent_id FROM turns JOIN path ON turns.id = path.id
-            )
-            SELECT {columns} FROM path JOIN turns ON turns.id = path.id
-            ORDER BY turns.position""",
-        (head,),
-    )
-    return [turn_from_row(row) for row in rows]
+    return [turn_from_row(row) for row in conn.execute(_PATH.format(columns=columns), (head,))]
+
+
+def token_log(conn: sqlite3.Connection, head: str | None) -> array[int]:
+    """Every token id from the root down to the end of `head`."""
+    rows = conn.execute(_PATH.format(columns="turns.prompt_ids, turns.reply_ids"), (head,))
+    return blob_to_ids(b"".join(blob for row in rows for blob in row))
 
 
 def turn_to_fork_at(conn: sqlite3.Connection, session: Session, at_turn: int | None) -> str | None:

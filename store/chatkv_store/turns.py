@@ -11,8 +11,8 @@ import sqlite3
 from collections.abc import Iterable
 from typing import Any
 
-from .errors import StoreError
-from .records import (
+from chatkv_store.errors import StoreError
+from chatkv_store.records import (
     TURN_COLUMNS,
     UNFINISHED,
     Session,
@@ -23,7 +23,7 @@ from .records import (
     storable,
     turn_from_row,
 )
-from .ulid import ulid_after
+from chatkv_store.ulid import ulid_after
 
 
 def begin(

@@ -406,3 +406,25 @@ def test_a_file_open_to_others_is_closed_to_them(tmp_path: Path) -> None:
     path.chmod(0o644)
     Conversations(path).close()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_short_ids_name_one_session_each(store: Conversations, clock: Clock) -> None:
+    sessions = []
+    for pause_s in (0, 0, 0.002, 5, 86_400 * 30):
+        clock.now_s += pause_s
+        sessions.append(store.create_session())
+    short = store.short_ids()
+    assert short.keys() == {session.id for session in sessions}
+    for session in sessions:
+        assert store.get_session(short[session.id]) == session
+        assert 8 <= len(short[session.id]) <= 26
+    assert len(short[sessions[4].id]) == 8
+
+
+def test_the_token_log_is_every_turn_in_order(store: Conversations) -> None:
+    session = store.create_session()
+    assert list(store.token_log(session.id)) == []
+    say(store, session, "a")
+    say(store, session, "b")
+    assert list(store.token_log(session.id)) == [7, 8, 1, 2, 3, 7, 8, 1, 2, 3]
+    assert list(store.token_log(store.fork(session.id, 1).id)) == [7, 8, 1, 2, 3]

@@ -175,3 +175,17 @@ def test_a_lease_needs_a_session_and_leaves_no_file(path: Path) -> None:
         with store.lease(session.id):
             pass
         assert list(path.parent.rglob("*.lock")) == []
+
+
+def test_opening_a_session_settles_what_a_dead_process_left_in_it(path: Path) -> None:
+    """The holder itself cannot be told apart by `recover`, which skips leased sessions."""
+    with Conversations(path) as store:
+        session = store.create_session()
+        with answering_process(path, session.id):
+            pass
+        with store.lease(session.id):
+            (left,) = store.chain(session.id)
+            assert (left.state, left.reply_text) == ("interrupted", "so far")
+            begun = store.begin_turn(session.id, user_text="next", prompt_ids=[])
+            assert store.recover() == []
+            assert store.get_turn(begun.id).state == "pending", "a living turn was interrupted"
