@@ -74,6 +74,15 @@ def test_files_that_are_named_exist(document: Path) -> None:
         assert (REPOSITORY / name).exists(), f"{document.name} names {name}"
 
 
+def test_every_part_is_on_the_map() -> None:
+    map_of_parts = _text(REPOSITORY / "docs" / "architecture.md")
+    parts = [path for path in (REPOSITORY / "chatkv").iterdir() if path.name[0] not in "._"]
+    for part in parts:
+        if part.suffix == ".py" or any(part.glob("*.py")):
+            name = f"chatkv/{part.name}" + ("/" if part.is_dir() else "")
+            assert f"`{name}`" in map_of_parts, f"docs/architecture.md does not show {name}"
+
+
 @cache
 def _help(verbs: tuple[str, ...]) -> str | None:
     """The help of `chatkv VERBS`, None if there is no such command."""
