@@ -92,33 +92,37 @@ class Tokenizer:
             return self._ids(self._backend, text)
         return self._pieces(text, content_spans, first=self._backend)
 
-    def encode_continuation(self, text: str, content_spans: Sequence[Span] = ()) -> list[int]:
-        """Ids of rendered text that goes on where a token log ends.
+    def encode_continuation(
+        self, text: str, content_spans: Sequence[Span] = (), last_id: int | None = None
+    ) -> list[int]:
+        """Ids of rendered text that goes on where a token log ends, with `last_id`.
 
         As `encode_rendered`, but the text's beginning is no beginning of a text: tokenizers that
-        mark that with a space put none here.
+        mark that with a space put none here. (Some mark it after each special token too; so
+        `last_id` matters where it may be one.)
         """
         if not self._prefixes and not self._holds_special(text, content_spans):
             return self._ids(self._backend, text)
-        return self._pieces(text, content_spans, first=self._without_prefix)
+        after_special = last_id in self.special_ids.values()
+        first = self._after_special if after_special else self._without_prefix
+        return self._pieces(text, content_spans, first)
 
     def _pieces(
         self, text: str, content_spans: Sequence[Span], first: tokenizers.Tokenizer
     ) -> list[int]:
         """Encode, cut at the special tokens outside `content_spans`; `first` does the first."""
-        later = self._without_prefix if self._prefixes_text_only else self._backend
         ids: list[int] = []
         end = 0
         for match in self._template_specials(text, content_spans):
             token = self._added[match.group()]
             piece = text[end : match.start()]
             piece = piece.rstrip() if token.lstrip else piece
-            ids += self._plain(later if end else first, piece)
+            ids += self._plain(self._after_special if end else first, piece)
             ids.append(self.special_ids[token.content])
             end = match.end()
             if token.rstrip:
                 end += len(text[end:]) - len(text[end:].lstrip())
-        return ids + self._plain(later if end else first, text[end:])
+        return ids + self._plain(self._after_special if end else first, text[end:])
 
     def _template_specials(self, text: str, content_spans: Sequence[Span]) -> list[re.Match[str]]:
         """Occurrences of special tokens that touch no content."""
@@ -194,6 +198,11 @@ class Tokenizer:
     def _prefixes_text_only(self) -> bool:
         """Whether a space is put before the whole text, and not after each special token too."""
         return any(step.get("prepend_scheme") == "first" for step in self._prefixes)
+
+    @property
+    def _after_special(self) -> tokenizers.Tokenizer:
+        """What encodes the text after a special token."""
+        return self._without_prefix if self._prefixes_text_only else self._backend
 
     @cached_property
     def _without_prefix(self) -> tokenizers.Tokenizer:
