@@ -25,6 +25,7 @@ class SessionUsage:
     num_blocks: int
     unique_bytes: int  # found by this session alone
     shared_bytes: int  # found by others too
+    raw_bytes: int  # what both are in memory
     miss: str | None  # why the rest of its tokens is not stored; None where all of it is
 
     @property
@@ -71,13 +72,16 @@ def _match(
 
 
 def _share(session: Session, match: Match, finders: Counter[bytes]) -> SessionUsage:
-    unique = shared = 0
+    unique = shared = raw = 0
     for block in match.blocks:
+        raw += block.header.num_raw_bytes
         if finders[block.key] == 1:
             unique += block.header.num_payload_bytes
         else:
             shared += block.header.num_payload_bytes
-    return SessionUsage(session, match.num_tokens, len(match.blocks), unique, shared, match.miss)
+    return SessionUsage(
+        session, match.num_tokens, len(match.blocks), unique, shared, raw, match.miss
+    )
 
 
 def _layout(info: dict[str, Any]) -> KVLayout:

@@ -206,7 +206,7 @@ def test_a_session_answers_to_id_prefix_and_title(store: Conversations, clock: C
             assert store.get_session(ref) == session
     with pytest.raises(SessionNotFound, match="at least 4 characters"):
         store.get_session(first.id[:3])
-    with pytest.raises(SessionNotFound, match=f'{second.id} "Recipes"'):
+    with pytest.raises(SessionNotFound, match=f'{second.id[:8]} "Recipes"'):
         store.get_session("recipes of old")
 
 
@@ -216,7 +216,11 @@ def test_several_candidates_are_named(store: Conversations) -> None:
         with pytest.raises(SessionAmbiguous) as caught:
             store.get_session(ref)
         line = str(caught.value)
-        assert "5 sessions" in line and sessions[4].id in line and "and 2 more" in line
+        assert (
+            "5 sessions" in line
+            and store.short_ids()[sessions[4].id] in line
+            and "and 2 more" in line
+        )
         assert "\n" not in line
 
 

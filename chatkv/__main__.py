@@ -1,0 +1,5 @@
+"""`python -m chatkv` is `chatkv`."""
+
+from chatkv.cli.main import main
+
+main()

@@ -1,0 +1,99 @@
+"""The program: its commands by name, imported when they are called, and how errors end.
+
+exit code 0    done
+          1    it could not be done, or a check found something
+          2    used in a way that makes no sense
+          130  interrupted by Ctrl-C
+          141  nobody reads the output any more
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from chatkv import __version__
+from chatkv.errors import ChatkvError
+
+# name -> (where it is, what it does). Help and completion of names need no import of these.
+COMMANDS = {
+    "chat": ("chatkv.cli.chat:chat", "Chat with a model, line by line."),
+    "ask": ("chatkv.cli.ask:ask", "Ask one question and print the answer."),
+    "sessions": ("chatkv.cli.sessions:sessions", "List, search, read, delete and fork."),
+    "cache": ("chatkv.cli.cache:cache", "Look into the KV cache and check it."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are called: `--help` stays quick."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="chatkv", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Chat with a language model; close it, come back days later, go on at once."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point of the program; exits."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a Latin-1 terminal shows ? for the rest
+    raise SystemExit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code. Every expected failure is one line on stderr."""
+    try:
+        code: Any = cli.main(arguments, prog_name="chatkv", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        click.echo(err=True)
+        return 130
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at its end, and would complain then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except ChatkvError as error:
+        return _fail(error, error.exit_code)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}", 1)
+    except Exception as error:
+        if not _is_store_error(error):
+            raise
+        return _fail(error, 1)
+
+
+def _fail(error: object, exit_code: int) -> int:
+    click.echo(f"chatkv: {' '.join(str(error).split())}", err=True)
+    return exit_code
+
+
+def _is_store_error(error: Exception) -> bool:
+    """Without importing the store for commands that never touched it."""
+    errors = sys.modules.get("chatkv_store.errors")
+    return errors is not None and isinstance(error, errors.StoreError)

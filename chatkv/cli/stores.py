@@ -1,0 +1,57 @@
+"""Opening the two stores for commands that need no model, and naming a session to them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from chatkv.paths import folders
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+    from chatkv_store.blocks import BlockStore
+    from chatkv_store.conversations import Conversations
+
+
+def open_conversations() -> Conversations:
+    """The conversations of this user; the file is made where it is missing."""
+    from chatkv_store.conversations import Conversations
+
+    return Conversations(folders().conversations)
+
+
+def open_blocks(*, read_only: bool = True, replace_damaged: bool = False) -> BlockStore | None:
+    """The KV cache, None where nothing has been stored yet."""
+    from chatkv_store.blocks import BlockStore
+
+    path = folders().kv
+    if not (path / "data.mdb").is_file():
+        return None
+    return BlockStore(path, read_only=read_only, replace_damaged=replace_damaged)
+
+
+class SessionRef(click.ParamType[str]):
+    """A session's id, the start of it (4 characters or more) or its title."""
+
+    name = "session"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem[Any]]:
+        """Ids, with the title as a hint; a broken store completes nothing rather than failing."""
+        from contextlib import suppress
+
+        from click.shell_completion import CompletionItem
+
+        from chatkv_store.errors import StoreError
+
+        with suppress(StoreError), open_conversations() as store:
+            short = store.short_ids()
+            return [
+                CompletionItem(short[session.id], help=session.title)
+                for session in store.list_sessions()
+                if session.id.startswith(incomplete.lower())
+            ]
+        return []
