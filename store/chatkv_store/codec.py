@@ -4,29 +4,37 @@ A payload starts with four bytes: format version, codec id, bytes per element, z
 
 raw         the bits as they are.
 
-lossless    16-bit elements are rotated left by one bit, which moves the sign behind the mantissa:
-            the high byte of a bfloat16 is then its exponent, the low byte is noise. High bytes are
-            compressed, low bytes are kept. float32 adds a plane of its lower 16 bits, kept.
+lossless    The high byte of a 16-bit element (sign and most of the exponent) repeats a lot, the low
+            byte is noise. High bytes are compressed, low bytes are kept. float32 adds a plane of
+            its lower 16 bits, kept.
 
             Interleaving bytes with numpy is slow (a strided copy moves one byte at a time), so
-            bytes are stored in pairs that whole-word operations can take apart: word i of a plane
-            holds element i of the first half of a head's slab [tokens * head_dim] in one byte and
-            element i of its second half in the other.
+            bytes are stored in pairs that five whole-word operations take apart: word i of a plane
+            stands for element i of the first half of a head's slab [tokens * head_dim] and element
+            i of its second half.
 
-                low plane    u16 = low byte of first  | low byte of second << 8
-                high plane   u16 = high byte of first | high byte of second << 8
+                high = high byte of first | high byte of second << 8
+                low  = low byte of first  | (low byte of second ^ high byte of first) << 8
 
-            K and V differ in their exponents and get a zstd frame each. The frames are Huffman
-            codes with next to no matches: on KV of SmolLM2 any search for matches made them both
-            larger (1.43x at level 1, 1.48x without) and half as fast to decode.
+                first  = (high << 8) | (low & 0xff)
+                second = high ^ (low >> 8)
+
+            The high plane is one zstd frame with a block border between K and V, whose exponents
+            differ, so that each has its own Huffman code. There are next to no matches: on KV of
+            SmolLM2 any search for them made the frame larger and half as fast to decode. The sign
+            stays in the high byte though it is noise there: moving it would gain 0.7% of the
+            bytes and cost three more passes.
 
 Planes are ordered [2 (K, V), layers, heads, slab].
 """
 
 from __future__ import annotations
 
+import math
 import struct
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -39,12 +47,34 @@ Bits = npt.NDArray[Any]  # uint16 or uint32, [layers, 2, heads, tokens, head_dim
 Bytes = npt.NDArray[np.uint8]
 
 _HEAD = struct.Struct("<BBBx")
-_FRAMES = struct.Struct("<II")  # bytes of the K frame and of the V frame
-_PLANES_AT = 16  # a multiple of 4, so that planes can be read in place
 
 
 class PayloadDamaged(ValueError):
-    """The payload does not decode to the shape that was asked for."""
+    """Payload `index` of a run does not decode to the shape that was asked for."""
+
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(reason)
+        self.index = index
+
+
+@dataclass(frozen=True, slots=True)
+class Payloads:
+    """The payloads of some neighbouring blocks: row `i` of `rows` starts with `sizes[i]` bytes.
+
+    Rows make one array of them, so that a run of blocks costs as many numpy calls as one block.
+    """
+
+    rows: Bytes  # [blocks, bytes of a row]; the length of a row is a multiple of 4
+    sizes: Sequence[int]
+
+    def __getitem__(self, index: int) -> Bytes:
+        return self.rows[index, : self.sizes[index]]
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def first(self, count: int) -> Payloads:
+        return Payloads(self.rows[:count], self.sizes[:count])
 
 
 class Codec(Protocol):
@@ -56,8 +86,12 @@ class Codec(Protocol):
     def encode(self, bits: Bits) -> bytes:
         """The payload of `bits`, [layers, 2, heads, tokens, head_dim], any strides."""
 
-    def decode(self, payload: Bytes, out: Bits) -> None:
-        """Write the whole value into `out`, any strides; raises PayloadDamaged."""
+    def decode(self, payloads: Payloads, out: Bits) -> None:
+        """Write the values of n blocks side by side into `out`, any strides.
+
+        `out` is [layers, 2, heads, n * tokens, head_dim]. Raises PayloadDamaged before anything
+        is written.
+        """
 
 
 class Raw:
@@ -69,11 +103,14 @@ class Raw:
     def encode(self, bits: Bits) -> bytes:
         return _head(self, bits.itemsize) + np.ascontiguousarray(bits).tobytes()
 
-    def decode(self, payload: Bytes, out: Bits) -> None:
-        _check_head(self, payload, out)
-        if payload.nbytes != _HEAD.size + out.nbytes:
-            raise PayloadDamaged(f"{payload.nbytes} bytes do not fill {out.shape}")
-        np.copyto(out, payload[_HEAD.size :].view(out.dtype).reshape(out.shape))
+    def decode(self, payloads: Payloads, out: Bits) -> None:
+        value_bytes = out.nbytes // len(payloads)
+        for index in range(len(payloads)):
+            _check_head(self, payloads, index, out)
+            if payloads.sizes[index] != _HEAD.size + value_bytes:
+                raise PayloadDamaged(index, f"{payloads.sizes[index]} bytes do not fill the block")
+        blocks = _per_block(out, len(payloads))
+        np.copyto(blocks, _plane(payloads, _HEAD.size, out.dtype, blocks.shape))
 
 
 class Lossless:
@@ -84,70 +121,65 @@ class Lossless:
 
     def encode(self, bits: Bits) -> bytes:
         words, rest = _split_float32(bits) if bits.itemsize == 4 else (bits, b"")
-        rotated = (words << 1) | (words >> 15)
-        first, second = _halves(rotated)
-        low = np.ascontiguousarray((first & 0xFF) | (second << 8))
+        first, second = (half[0] for half in _halves(np.ascontiguousarray(words), 1))
         high = np.ascontiguousarray((first >> 8) | (second & 0xFF00))
-        compressor = _thread.compressor()
-        frames = [compressor.compress(plane.data) for plane in high]
-        head = _head(self, bits.itemsize) + _FRAMES.pack(*map(len, frames))
-        return b"".join((head.ljust(_PLANES_AT, b"\0"), low.tobytes(), rest, *frames))
+        low = np.ascontiguousarray((first & 0xFF) | ((second << 8) ^ (first & 0xFF00)))
+        frame = _compress(high[0].data, high[1].data)
+        return b"".join((_head(self, bits.itemsize), low.tobytes(), rest, frame))
 
-    def decode(self, payload: Bytes, out: Bits) -> None:
-        _check_head(self, payload, out)
-        layers, _, heads, tokens, head_dim = out.shape
-        shape = (2, layers, heads, tokens * head_dim // 2)
-        num_words = out.size // 2
-        rest_bytes = 2 * out.size if out.itemsize == 4 else 0
-        frames_at = _PLANES_AT + 2 * num_words + rest_bytes
-        sizes = (
-            _FRAMES.unpack_from(payload.data, _HEAD.size) if payload.nbytes >= frames_at else (0, 0)
-        )
-        if payload.nbytes != frames_at + sum(sizes) or not all(sizes):
-            raise PayloadDamaged(f"{payload.nbytes} bytes do not fill {out.shape}")
-        high = _thread.words("high", num_words)
-        frames = payload[frames_at : frames_at + sizes[0]], payload[frames_at + sizes[0] :]
-        for frame, plane in zip(frames, high.reshape(2, -1), strict=True):
-            _decompress(frame, plane.view(np.uint8))
-        low = payload[_PLANES_AT : _PLANES_AT + 2 * num_words].view("<u2")
+    def decode(self, payloads: Payloads, out: Bits) -> None:
+        num_elements = out.size // len(payloads)  # of one value
+        rest_at = _HEAD.size + num_elements
+        frame_at = rest_at + (2 * num_elements if out.itemsize == 4 else 0)
+        high = _thread.words("high", out.size // 2).reshape(len(payloads), -1)
+        for index in range(len(payloads)):
+            _check_head(self, payloads, index, out)
+            _decompress(payloads, index, frame_at, high[index].view(np.uint8))
         if out.itemsize == 2 and _slabs_are_whole(out):
-            _join_planes(low.reshape(shape), high.reshape(shape), out)
+            _join_planes(high, payloads, out)
             return
         words = _thread.words("joined", out.size).reshape(out.shape)
-        _join_planes(low.reshape(shape), high.reshape(shape), words)
+        _join_planes(high, payloads, words)
         if out.itemsize == 2:
             np.copyto(out, words)
             return
         np.left_shift(words, 16, out=out, dtype=out.dtype)
-        out |= payload[frames_at - rest_bytes : frames_at].view("<u2").reshape(out.shape)
+        blocks = _per_block(out, len(payloads))
+        blocks |= _plane(payloads, rest_at, np.dtype("<u2"), blocks.shape)
 
 
-def _halves(words: Bits) -> tuple[Bits, Bits]:
-    """The first and second half of every head's slab: two views [2, layers, heads, half]."""
+def _halves(words: Bits, num_blocks: int) -> tuple[Bits, Bits]:
+    """The first and second half of every head's slab: views [blocks, 2, layers, heads, half]."""
     layers, _, heads, tokens, head_dim = words.shape
-    slabs = words.reshape(layers, 2, heads, 2, tokens * head_dim // 2).transpose(1, 3, 0, 2, 4)
-    return slabs[:, 0], slabs[:, 1]
+    half = tokens // num_blocks * head_dim // 2
+    slabs = words.reshape(layers, 2, heads, num_blocks, 2, half).transpose(4, 3, 1, 0, 2, 5)
+    return slabs[0], slabs[1]
 
 
-def _join_planes(low: Bits, high: Bits, out: Bits) -> None:
-    """Undo the pairing and the rotation. The steps are chosen so that all stay in the L2 cache."""
-    first, second = _halves(out)
-    word = _thread.words("word", low.size).reshape(low.shape)
-    part = _thread.words("part", low.size).reshape(low.shape)
-    np.left_shift(high, 8, out=word)
-    np.bitwise_and(low, 0xFF, out=part)
-    _rotate_right(word, part, first)
-    np.bitwise_and(high, 0xFF00, out=word)
+def _join_planes(high: Bits, payloads: Payloads, out: Bits) -> None:
+    """Undo the pairing; `high` is used up."""
+    first, second = _halves(out, len(payloads))
+    high = high.reshape(first.shape)
+    low = _plane(payloads, _HEAD.size, np.dtype("<u2"), first.shape)
+    part = _thread.words("part", high.size).reshape(first.shape)
     np.right_shift(low, 8, out=part)
-    _rotate_right(word, part, second)
+    np.bitwise_xor(high, part, out=second)
+    np.left_shift(high, 8, out=high)
+    np.bitwise_and(low, 0xFF, out=part)
+    np.bitwise_or(high, part, out=first)
 
 
-def _rotate_right(high: Bits, low: Bits, out: Bits) -> None:
-    """out = (high | low) rotated right by one bit; `high` and `low` are scratch."""
-    np.bitwise_or(high, low, out=high)
-    np.left_shift(high, 15, out=low)
-    np.right_shift(high, 1, out=high)
-    np.bitwise_or(high, low, out=out)
+def _plane(payloads: Payloads, at: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Bits:
+    """The words from byte `at` of every payload, as `shape` [blocks, ...]; a view."""
+    num_bytes = math.prod(shape[1:]) * dtype.itemsize
+    return payloads.rows[:, at : at + num_bytes].view(dtype).reshape(shape)
+
+
+def _per_block(out: Bits, num_blocks: int) -> Bits:
+    """[layers, 2, heads, blocks * tokens, head_dim] as [blocks, layers, 2, heads, tokens, ...]."""
+    layers, _, heads, tokens, head_dim = out.shape
+    split = out.reshape(layers, 2, heads, num_blocks, tokens // num_blocks, head_dim)
+    return split.transpose(3, 0, 1, 2, 4, 5)
 
 
 def _slabs_are_whole(out: Bits) -> bool:
@@ -164,22 +196,31 @@ def _head(codec: Codec, itemsize: int) -> bytes:
     return _HEAD.pack(FORMAT_VERSION, codec.id, itemsize)
 
 
-def _check_head(codec: Codec, payload: Bytes, out: Bits) -> None:
+def _check_head(codec: Codec, payloads: Payloads, index: int, out: Bits) -> None:
+    found = payloads[index][: _HEAD.size].tobytes()
     wanted = _head(codec, out.itemsize)
-    if payload[: _HEAD.size].tobytes() != wanted:
-        raise PayloadDamaged(
-            f"payload starts with {payload[:4].tobytes().hex()}, not {wanted.hex()}"
-        )
+    if found != wanted:
+        raise PayloadDamaged(index, f"it starts with {found.hex()}, not {wanted.hex()}")
 
 
-def _decompress(frame: Bytes, out: Bytes) -> None:
-    """Exactly `out.nbytes` bytes from one zstd frame, without an array in between."""
+def _compress(*blocks: memoryview) -> bytes:
+    """One zstd frame with a block border after each of `blocks`."""
+    compressor = _thread.compressor().compressobj(size=sum(block.nbytes for block in blocks))
+    parts: list[bytes] = []
+    for block in blocks:
+        parts += compressor.compress(block), compressor.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+    return b"".join((*parts, compressor.flush(zstandard.COMPRESSOBJ_FLUSH_FINISH)))
+
+
+def _decompress(payloads: Payloads, index: int, at: int, out: Bytes) -> None:
+    """Exactly `out.nbytes` bytes from the zstd frame at byte `at`, with no array in between."""
+    frame = payloads[index][at:]
     try:
-        read = _thread.decompressor.stream_reader(frame.data).readinto(out)
+        read = _thread.decompressor.stream_reader(frame.data).readinto(out) if frame.size else 0
     except zstandard.ZstdError as error:
-        raise PayloadDamaged(f"zstd: {error}") from None
+        raise PayloadDamaged(index, f"zstd: {error}") from None
     if read != out.nbytes:
-        raise PayloadDamaged(f"zstd frame holds {read} bytes, not {out.nbytes}")
+        raise PayloadDamaged(index, f"its zstd frame holds {read} bytes, not {out.nbytes}")
 
 
 class _PerThread(threading.local):
@@ -201,10 +242,6 @@ class _PerThread(threading.local):
         if held is None or held.size < count:
             held = self._scratch[name] = np.empty(count, np.uint16)
         return held[:count]
-
-    def bytes(self, name: str, count: int) -> Bytes:
-        """`count` bytes of scratch, aligned for 16-bit words."""
-        return self.words(name, (count + 1) // 2).view(np.uint8)[:count]
 
 
 # The fast strategy looks for matches through a table; with 64 entries it finds next to none, and
@@ -231,13 +268,13 @@ def by_name(name: str) -> Codec:
     raise ValueError(f"no codec {name!r}; known: {', '.join(codec.name for codec in _CODECS)}")
 
 
-def by_id(number: int) -> Codec:
-    for codec in _CODECS:
-        if codec.id == number:
-            return codec
-    raise PayloadDamaged(f"codec {number} is unknown to this version")
+def by_id(number: int) -> Codec | None:
+    """The codec of a stored block; None for one that a newer version brought."""
+    return next((codec for codec in _CODECS if codec.id == number), None)
 
 
-def thread_scratch(name: str, num_bytes: int) -> Bytes:
-    """Scratch memory of the calling thread, for callers that stage a payload."""
-    return _thread.bytes(name, num_bytes)
+def scratch_rows(sizes: Sequence[int]) -> Payloads:
+    """Room for payloads of these sizes, in memory that the calling thread uses again."""
+    row_bytes = -(-max(sizes) // 64) * 64  # every row starts on a cache line
+    rows = _thread.words("rows", len(sizes) * row_bytes // 2).view(np.uint8)
+    return Payloads(rows.reshape(len(sizes), row_bytes), sizes)

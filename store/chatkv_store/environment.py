@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,11 +71,9 @@ class Environment:
             self._env.close()
             raise
 
-    @contextmanager
-    def read(self) -> Iterator[Any]:
+    def read(self) -> AbstractContextManager[Any]:
         """A read transaction whose values are memoryviews of the map, valid until it ends."""
-        with self._gate.shared(), _translated(self.path), self._begin(write=False) as txn:
-            yield txn
+        return _Read(self)
 
     def write(self, work: Callable[[Any], T]) -> T:
         """Commit `work(txn)` and return its result; nothing is written when it raises.
@@ -186,6 +184,32 @@ class Environment:
             }
 
 
+class _Read:
+    """`Environment.read`. A class, because a generator costs more than the transaction."""
+
+    __slots__ = ("_env", "_txn")
+
+    def __init__(self, env: Environment) -> None:
+        self._env = env
+
+    def __enter__(self) -> Any:
+        self._env._gate.enter()
+        try:
+            self._txn = self._env._begin(write=False)
+        except BaseException as error:
+            self._env._gate.leave()
+            raise _as_ours(error, self._env.path) from None
+        return self._txn
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        try:
+            self._txn.abort()
+        finally:
+            self._env._gate.leave()
+        if isinstance(error, lmdb.Error):
+            raise _as_ours(error, self._env.path) from None
+
+
 class _Gate:
     """Shared by transactions, exclusive for remapping; a waiting remapping goes first."""
 
@@ -194,20 +218,33 @@ class _Gate:
         self._inside = 0
         self._closed = 0  # remappings that wait or run
 
+    def enter(self) -> None:
+        with self._condition:
+            while self._closed:
+                self._condition.wait()
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._condition:
+            self._inside -= 1
+            if self._inside == 0 and self._closed:
+                self._condition.notify_all()
+
     @contextmanager
     def shared(self) -> Iterator[None]:
-        self._enter()
+        self.enter()
         try:
             yield
         finally:
-            self._leave()
+            self.leave()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         with self._condition:
             self._closed += 1
             try:
-                self._condition.wait_for(lambda: self._inside == 0)
+                while self._inside:
+                    self._condition.wait()
                 yield
             finally:
                 self._closed -= 1
@@ -216,23 +253,12 @@ class _Gate:
     @contextmanager
     def upgraded(self) -> Iterator[None]:
         """From shared to exclusive and back."""
-        self._leave()
+        self.leave()
         try:
             with self.exclusive():
                 yield
         finally:
-            self._enter()
-
-    def _enter(self) -> None:
-        with self._condition:
-            self._condition.wait_for(lambda: self._closed == 0)
-            self._inside += 1
-
-    def _leave(self) -> None:
-        with self._condition:
-            self._inside -= 1
-            if self._inside == 0:
-                self._condition.notify_all()
+            self.enter()
 
 
 class _MapIsFull(Exception):
@@ -271,30 +297,35 @@ def _translated(path: Path) -> Iterator[None]:
     """LMDB's and the system's errors as ours."""
     try:
         yield
-    except lmdb.MapFullError:
-        raise _MapIsFull from None
-    except lmdb.VersionMismatchError as error:
-        raise StoreVersionError(
-            f"{path / DATA_FILE} was written by a newer LMDB ({error}); update chatkv or clear it"
-        ) from None
-    except (lmdb.DiskError, lmdb.TxnFullError) as error:
-        raise StoreFull(f"no room to write the KV cache in {path}: {error}") from None
-    except (lmdb.ReadonlyError, PermissionError) as error:
-        raise StoreReadOnly(f"no permission to write the KV cache in {path}: {error}") from None
-    except lmdb.ReadersFullError:
-        raise StoreBusy(f"too many readers of the KV cache in {path}; try again") from None
-    except lmdb.LockError as error:
-        raise StoreBusy(f"the KV cache in {path} is locked by another process: {error}") from None
-    except _DAMAGE as error:
-        raise StoreDamaged(f"{path / DATA_FILE} is damaged: {error}") from None
-    except lmdb.Error as error:
-        if "already open in this process" in str(error):
-            raise StoreBusy(f"the KV cache in {path} is already open in this process") from None
-        if "Read-only file system" in str(error):
-            raise StoreReadOnly(f"{path} lies on a read-only file system") from None
-        raise StoreError(f"the KV cache in {path} cannot be used: {error}") from None
-    except OSError as error:
-        raise StoreError(f"the KV cache in {path} cannot be used: {error}") from None
+    except (lmdb.Error, OSError) as error:
+        raise _as_ours(error, path) from None
+
+
+def _as_ours(error: BaseException, path: Path) -> BaseException:
+    """What to raise instead of `error`."""
+    cache, text = f"the KV cache in {path}", str(error)
+    match error:
+        case lmdb.MapFullError():
+            return _MapIsFull()
+        case lmdb.VersionMismatchError():
+            return StoreVersionError(f"{cache} was written by a newer LMDB ({text}); delete it")
+        case lmdb.DiskError() | lmdb.TxnFullError():
+            return StoreFull(f"no room to write {cache}: {text}")
+        case lmdb.ReadonlyError() | PermissionError():
+            return StoreReadOnly(f"no permission to write {cache}: {text}")
+        case lmdb.ReadersFullError():
+            return StoreBusy(f"{cache} has too many readers; try again")
+        case lmdb.LockError():
+            return StoreBusy(f"{cache} is locked by another process: {text}")
+        case lmdb.Error() if isinstance(error, _DAMAGE):
+            return StoreDamaged(f"{path / DATA_FILE} is damaged: {text}")
+        case lmdb.Error() if "already open in this process" in text:
+            return StoreBusy(f"{cache} is already open in this process")
+        case lmdb.Error() if "Read-only file system" in text:
+            return StoreReadOnly(f"{cache} lies on a read-only file system")
+        case lmdb.Error() | OSError():
+            return StoreError(f"{cache} cannot be used: {text}")
+    return error
 
 
 _DAMAGE = (

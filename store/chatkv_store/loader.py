@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from chatkv_store.blocks import RunResult
 from chatkv_store.errors import BlockMiss
 from chatkv_store.layout import KVLayout
 
 if TYPE_CHECKING:
     from chatkv_store.blocks import BlockStore, StoredBlock
     from chatkv_store.codec import Bits
+
+RUN_BLOCKS = 8  # values read in one go
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ def load_blocks(
     `on_group_done(group, num_tokens_ok)` is called for each layer group in order, on one of the
     threads, when all that will come of it has come. `stop()` is asked between values.
     """
-    load = _Load(store, blocks, layout, destination, on_group_done, stop, positions)
+    load = _Load(store, blocks, layout, destination, on_group_done, stop, positions, threads)
     workers = [
         threading.Thread(target=load.work, name=f"kv-read-{i}", daemon=True)
         for i in range(max(1, min(threads, len(blocks) * layout.num_values)))
@@ -79,6 +82,7 @@ class _Load:
         on_group_done: Callable[[int, int], None] | None,
         stop: Callable[[], bool] | None,
         positions: Sequence[int] | None,
+        threads: int,
     ) -> None:
         self._store = store
         self._blocks = blocks
@@ -88,8 +92,9 @@ class _Load:
         self._stop = stop
         self._positions = positions if positions is not None else [b.start for b in blocks]
         self._lock = threading.Lock()
-        self._tasks: Iterator[tuple[int, int]] = (
-            (group, index) for group in range(layout.num_values) for index in range(len(blocks))
+        runs = _runs(blocks, self._positions, layout.block_tokens, max(1, len(blocks) // threads))
+        self._tasks: Iterator[tuple[int, range]] = (
+            (group, run) for group in range(layout.num_values) for run in runs
         )
         self._loaded = [0] * len(blocks)  # values in place, per block
         self._pending = [len(blocks)] * layout.num_values  # blocks to come, per group
@@ -109,7 +114,7 @@ class _Load:
                     task = next(self._tasks, None)
                 if task is None:
                     return
-                self._load_value(*task)
+                self._load_run(*task)
         except BaseException as error:  # raised again by `result`, on the caller's thread
             with self._lock:
                 self._error = self._error or error
@@ -132,25 +137,34 @@ class _Load:
             self._stopped = self._cancelled = True
         return self._cancelled
 
-    def _load_value(self, group: int, index: int) -> None:
-        block, at = self._blocks[index], self._positions[index]
-        num_bytes = 0
-        if index < self._limit:
-            layers = self._layout.value_layers(group)
-            out = self._destination[layers.start : layers.stop, :, :, at : at + block.num_tokens]
-            try:
-                num_bytes = self._store.read(block, group, out)
-            except BlockMiss as miss:
-                with self._lock:
-                    self._misses.setdefault(index, miss.reason)
-                    self._limit = min(self._limit, index)
+    def _load_run(self, group: int, run: range) -> None:
+        usable = range(run.start, max(run.start, min(run.stop, self._limit)))
+        done = self._read(group, usable) if usable else RunResult(0, 0, None)
         with self._lock:
-            self._bytes_read += num_bytes
-            self._loaded[index] += num_bytes > 0
-            self._pending[group] -= 1
+            self._bytes_read += done.num_bytes
+            for index in usable[: done.num_blocks]:
+                self._loaded[index] += 1
+            if done.miss is not None:
+                bad = usable[done.num_blocks]
+                self._misses.setdefault(bad, done.miss)
+                self._limit = min(self._limit, bad)
+            self._pending[group] -= len(run)
             group_is_done = self._pending[group] == 0
         if group_is_done and self._on_group_done is not None:
             self._report()
+
+    def _read(self, group: int, run: range) -> RunResult:
+        blocks = self._blocks[run.start : run.stop]
+        layers = self._layout.value_layers(group)
+        start = self._positions[run.start]
+        tokens = slice(start, start + sum(block.num_tokens for block in blocks))
+        out = self._destination[layers.start : layers.stop, :, :, tokens]
+        if len(blocks) > 1:
+            return self._store.read_run(blocks, group, out)
+        try:
+            return RunResult(1, self._store.read(blocks[0], group, out), None)
+        except BlockMiss as miss:
+            return RunResult(0, 0, miss.reason)
 
     def _report(self) -> None:
         """Call `on_group_done` for every group whose turn has come."""
@@ -170,3 +184,25 @@ class _Load:
                 break
             tokens += block.num_tokens
         return tokens
+
+
+def _runs(
+    blocks: Sequence[StoredBlock], positions: Sequence[int], block_tokens: int, share: int
+) -> list[range]:
+    """Cut the blocks into what is read in one go: whole neighbours, at most `share` of them."""
+    longest = min(RUN_BLOCKS, share)
+    whole = [b.num_tokens == b.header.num_tokens == block_tokens for b in blocks]
+    runs: list[range] = []
+    for index in range(len(blocks)):
+        if (
+            runs
+            and len(runs[-1]) < longest
+            and whole[index - 1]
+            and whole[index]
+            and positions[index] == positions[index - 1] + block_tokens
+            and blocks[index].header.codec == blocks[index - 1].header.codec
+        ):
+            runs[-1] = range(runs[-1].start, index + 1)
+        else:
+            runs.append(range(index, index + 1))
+    return runs
