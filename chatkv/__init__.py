@@ -1,3 +1,11 @@
 """chatkv: a multi-turn chat runtime whose conversations, KV cache included, outlive the process."""
 
+import os
+
 __version__ = "0.1.0"
+
+# Read by the OpenMP runtime when torch loads it. Threads that wait for each other spin for about a
+# millisecond by default; on a machine that is also doing something else (a browser, our own writer)
+# the one that is waited for then has no core, and prefill was 10x slower. 2000 turns are a few
+# microseconds, and cost an idle machine nothing that could be measured.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")

@@ -1,0 +1,128 @@
+"""What `ask` and `chat` share: options, an answer as it streams, Ctrl-C, the line after a turn."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from chatkv.session.turn import TurnOptions, TurnResult
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def chat_options(command: Command) -> Command:
+    """The options of everything that talks to a model."""
+    options = [
+        click.option("-c", "--continue", "resume_last", is_flag=True, help="Go on with the last session."),
+        click.option("-r", "--resume", metavar="SESSION", help="Go on with a session: its id, the start of it (4+), or its title."),
+        click.option("-m", "--model", metavar="MODEL", help="A checkpoint's folder, a .gguf file or a hub id [default: SmolLM2-135M]."),
+        click.option("--system", metavar="TEXT", help="System prompt of a new session."),
+        click.option("--max-tokens", type=click.IntRange(min=1), default=1024, show_default=True, metavar="N", help="Longest answer."),
+        click.option("--temperature", type=float, default=0.7, show_default=True, help="0 always takes the likeliest token."),
+        click.option("--top-p", type=float, default=0.95, show_default=True, help="Sample from the likeliest tokens of this mass."),
+        click.option("--top-k", type=int, default=0, show_default=True, help="Sample from this many tokens, 0 for all."),
+        click.option("--min-p", type=float, default=0.0, show_default=True, help="Drop tokens below this share of the likeliest."),
+        click.option("--seed", type=click.IntRange(min=0, max=2**64 - 1), help="Make sampling repeatable."),
+        click.option("--stop", multiple=True, metavar="TEXT", help="End the answer before this text; can be given again."),
+        click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float16", "float32"]), help="Compute in this dtype [default: what this machine runs faster]."),
+        click.option("--restore", type=click.Choice(["auto", "reload", "re-prefill", "both"]), default="auto", show_default=True, help="How history gets back into memory."),
+        click.option("--exact", is_flag=True, help="Never recompute history, which may round differently."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def turn_options(arguments: dict[str, Any]) -> TurnOptions:
+    """The options of `chat_options` that concern one turn."""
+    from chatkv.engine.sampling import SamplingOptions
+    from chatkv.session.turn import TurnOptions
+
+    sampling = {name: arguments[name] for name in ("temperature", "top_p", "top_k", "min_p")}
+    return TurnOptions(
+        SamplingOptions(**sampling),
+        max_tokens=arguments["max_tokens"],
+        stop=tuple(arguments["stop"]),
+        seed=arguments["seed"],
+        restore=arguments["restore"],
+        exact=arguments["exact"],
+    )
+
+
+class Interrupt:
+    """Ctrl-C while an answer is made: the first stops the answer, the second the program."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __call__(self) -> bool:
+        return self.requested
+
+    @contextmanager
+    def listening(self) -> Iterator[Interrupt]:
+        def handle(signum: int, frame: FrameType | None) -> None:
+            if self.requested:
+                raise KeyboardInterrupt
+            self.requested = True
+
+        self.requested = False
+        before = signal.signal(signal.SIGINT, handle)
+        try:
+            yield self
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+class Status:
+    """One line on stderr that says what is being waited for; silent where nobody looks."""
+
+    def __init__(self) -> None:
+        self._shown = ""
+        self._is_live = sys.stderr.isatty()
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """"stage 42%"; a stage that is done disappears."""
+        share = f" {100 * done // total}%" if total > 1 else ""
+        self.show("" if done >= total else f"{stage}{share}")
+
+    def show(self, text: str) -> None:
+        if self._is_live and text != self._shown:
+            # Overwritten with spaces: not every terminal knows an erase sequence.
+            sys.stderr.write("\r" + text + " " * (len(self._shown) - len(text)))
+            sys.stderr.write("\r" if not text else "")
+            sys.stderr.flush()
+            self._shown = text
+
+    def clear(self) -> None:
+        self.show("")
+
+
+def say(line: str) -> None:
+    """A line for the user beside the answer."""
+    click.echo(line, err=True)
+
+
+def summary(result: TurnResult) -> str:
+    """What the turn took, in one line."""
+    tokens, timing = result.tokens, result.timing
+    parts = [f"session {result.session[:10]}", f"turn {result.turn}"]
+    kept = []
+    if tokens.reused:
+        kept.append(f"{tokens.reused} reused")
+    if tokens.loaded:
+        kept.append(f"{tokens.loaded} from disk in {timing.restore_ms:.0f} ms")
+    kept.append(f"{tokens.computed} computed in {timing.prefill_ms:.0f} ms")
+    parts.append("tokens: " + ", ".join(kept))
+    if timing.decode_tokens_per_s is not None:
+        parts.append(f"{tokens.generated} answered at {timing.decode_tokens_per_s:.0f}/s")
+    if result.finish_reason != "stop":
+        parts.append("stopped" if result.finish_reason == "interrupted" else "cut at --max-tokens")
+    return " · ".join(parts)

@@ -1,0 +1,85 @@
+"""`chatkv ask`: one question, one answer on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import click
+
+from chatkv.cli.answer import Interrupt, Status, chat_options, say, summary, turn_options
+from chatkv.client import ChatRequest, open_chat
+from chatkv.errors import UsageError
+from chatkv.paths import folders
+
+
+@click.command()
+@click.argument("question", required=False)
+@chat_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+def ask(question: str | None, as_json: bool, **arguments: Any) -> None:
+    """Ask QUESTION and print the answer.
+
+    Text on standard input is added to the question, or is the question.
+    """
+    text = _text(question)
+    request = ChatRequest(
+        model=arguments["model"],
+        dtype=arguments["dtype"],
+        resume=arguments["resume"],
+        resume_last=arguments["resume_last"],
+        system=arguments["system"],
+        seed=arguments["seed"],
+    )
+    status, interrupt = Status(), Interrupt()
+    status.show("starting")
+    try:
+        with open_chat(folders(), request, status.progress) as chat:
+            status.clear()
+            for notice in chat.runtime.notices:
+                say(f"chatkv: {notice}")
+            result = _answer(chat.conversation, text, arguments, as_json, status, interrupt)
+            for notice in result.notices:
+                say(f"chatkv: {notice}")
+            if as_json:
+                click.echo(json.dumps(result.to_json(), ensure_ascii=False))
+            elif sys.stderr.isatty() or chat.is_resumed:
+                say(summary(result))
+    finally:
+        status.clear()
+    if result.finish_reason == "interrupted":
+        raise SystemExit(130)
+
+
+def _text(question: str | None) -> str:
+    """The argument, then what was piped in."""
+    piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().strip("\n")
+    text = "\n\n".join(part for part in (question, piped) if part)
+    if not text.strip():
+        raise UsageError('nothing to ask: give a question, as in chatkv ask "How are you?"')
+    return text
+
+
+def _answer(
+    conversation: Any,
+    text: str,
+    arguments: dict[str, Any],
+    as_json: bool,
+    status: Status,
+    interrupt: Interrupt,
+) -> Any:
+    from chatkv.session.turn import Listener
+
+    def show(piece: str) -> None:
+        status.clear()
+        if not as_json:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+
+    listener = Listener(show, status.progress, interrupt)
+    with interrupt.listening():
+        result = conversation.send(text, turn_options(arguments), listener, arguments["system"])
+    if not as_json and not result.text.endswith("\n"):
+        click.echo()
+    return result

@@ -1,0 +1,88 @@
+"""How a face reaches a conversation: which session, which model, and the runtime behind it.
+
+Sessions and paths are looked up before torch is imported, so a wrong id or a wrong path is said
+at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from chatkv.errors import UsageError
+from chatkv.paths import Folders
+
+if TYPE_CHECKING:
+    from chatkv.runtime import Runtime
+    from chatkv.session.conversation import Conversation
+    from chatkv_store.conversations import Conversations, Session
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """What a user asked to talk to. At most one of `resume` and `resume_last`."""
+
+    model: str | None = None  # None: the session's own, else the embedded default
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] | None = None
+    resume: str | None = None  # an id, a unique prefix of one, or a title
+    resume_last: bool = False
+    system: str | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class OpenChat:
+    """A runtime and the conversation that it has open."""
+
+    runtime: Runtime
+    conversation: Conversation
+    is_resumed: bool
+
+
+@contextmanager
+def open_chat(
+    folders: Folders,
+    request: ChatRequest,
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> Iterator[OpenChat]:
+    """Embed a runtime in this process and open the conversation that `request` names.
+
+    Leaving the context writes what is queued. Raises ChatkvError and StoreError.
+    """
+    from chatkv.model.catalog import find_model
+    from chatkv_store.conversations import Conversations
+
+    with Conversations(folders.make().conversations) as conversations:
+        session = _session(conversations, request)
+        settings = session.settings if session else {}
+        model = request.model or settings.get("model")
+        find_model(model, folders.cache)
+        dtype = request.dtype or settings.get("dtype") or "auto"
+
+        from chatkv.runtime import Runtime
+
+        with Runtime(folders, conversations, model, dtype, on_progress) as runtime:
+            resumed = session is not None
+            if session is None:
+                session = runtime.new_session(seed=request.seed)
+            with runtime.open(session) as conversation:
+                yield OpenChat(runtime, conversation, resumed)
+
+
+def _session(conversations: Conversations, request: ChatRequest) -> Session | None:
+    if request.resume is not None and request.resume_last:
+        raise UsageError("give either --continue or --resume, not both")
+    if request.resume is None and not request.resume_last:
+        return None
+    session = (
+        conversations.last_session()
+        if request.resume is None
+        else conversations.get_session(request.resume)
+    )
+    if session is None:
+        raise UsageError("there is no session to continue yet: start one without --continue")
+    if request.system is not None and session.num_turns:
+        raise UsageError("--system belongs to a new session; this one has its own already")
+    return session
