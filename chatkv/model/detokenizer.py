@@ -75,8 +75,8 @@ class TextStream:
     def push(self, id: int) -> str:
         """The text that `id` completes; "" while a character is unfinished."""
         if id in self._detokenizer.special_ids:
-            # The next token's marker is the tokenizer's doing, and no part of the text.
-            self._strip_next = self._strip_next or self._detokenizer.strips_after_special
+            # Whether what follows begins with a space of the tokenizer's own making.
+            self._strip_next = self._detokenizer.strips_after_special
             return "" if self._skip_special else self._decoder.decode(self._detokenizer.token_bytes(id))
         data = self._detokenizer.token_bytes(id)
         if self._strip_next and data:

@@ -149,8 +149,9 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
+        compiled = self._compiled
         try:
-            return render_limited(self._compiled, variables)
+            return render_limited(compiled, variables)
         except Exception as error:  # a template is a program, and may fail in any way
             raise _failure(error) from error
 

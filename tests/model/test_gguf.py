@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import VOCAB_SIZE
-from tiny_gguf import write_gguf
 
 from chatkv.errors import ModelError
 from chatkv.model.config import RopeScaling
@@ -25,6 +23,8 @@ from chatkv.model.gguf_weights import tensor_sources
 from chatkv.model.hf_config import config_from_hf
 from chatkv.model.prepared import PreparedModel
 from chatkv.model.weights import load_weights
+from tiny import VOCAB_SIZE
+from tiny_gguf import write_gguf
 
 Checkpoint = Callable[..., Path]
 
@@ -178,7 +178,9 @@ def _broken(change: dict[str, Any], message: str) -> Any:
         _broken({"metadata": {"tokenizer.ggml.pre": "gpt-5"}}, "pre-tokenizer 'gpt-5'"),
         _broken({"metadata": {"tokenizer.ggml.model": "bert"}}, "tokenizer 'bert'"),
         _broken({"metadata": {"tokenizer.ggml.merges": ["the nothing"]}}, "tokenizer is damaged"),
-        _broken({"metadata": {"tokenizer.ggml.token_type": [1, 1]}}, "384 tokens but 2 token types"),
+        _broken(
+            {"metadata": {"tokenizer.ggml.token_type": [1, 1]}}, "384 tokens but 2 token types"
+        ),
     ],
 )
 def test_what_is_not_supported_is_named(

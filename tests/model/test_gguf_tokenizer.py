@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import sentencepiece
-import tiny_spm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from make_smollm2_tokens import FRAGMENTS, texts
 
+import tiny_spm
 from chatkv.model.gguf_file import GGUFFile
 from chatkv.model.gguf_tokenizer import _PATTERNS, tokenizer_from_gguf
 from chatkv.model.prepared import PreparedModel
 from chatkv.model.tokenizer import Tokenizer
+from make_smollm2_tokens import FRAGMENTS, texts
 
 GOLDEN = Path(__file__).parents[1] / "data" / "smollm2_tokens.json"
 

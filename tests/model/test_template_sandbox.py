@@ -1,0 +1,89 @@
+"""Templates that ask for too much are stopped, soon and in little memory."""
+
+from __future__ import annotations
+
+import resource
+import time
+
+import pytest
+
+from chatkv.errors import ModelError
+from chatkv.model.template import ChatTemplate
+
+CHAT = [{"role": "user", "content": "Hi"}]
+
+HOSTILE = {
+    "long loop": "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+    "range": "{{ range(10 ** 9) | list | length }}",
+    "loop over a string": "{% for a in 'x' * 9000000 %}{% endfor %}",
+    "multiply": "{{ 'a' * 10 ** 10 }}",
+    "multiply a list": "{{ ([1] * 10 ** 5 * 10 ** 5) | length }}",
+    "power": "{{ 9 ** 9 ** 9 }}",
+    "product": "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}"
+    "{% endfor %}{{ n.x }}",
+    "doubling": "{% set n = namespace(x='ab') %}{% for i in range(60) %}"
+    "{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}",
+    "doubling with ~": "{% set n = namespace(x='ab') %}{% for i in range(60) %}"
+    "{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+    "doubling a list": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}"
+    "{% set n.x = n.x + n.x %}{% endfor %}{{ n.x | length }}",
+    "nested lists": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}"
+    "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+    "nested lists as text": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}"
+    "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x | string | length }}",
+    "nested lists as json": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}"
+    "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x | tojson | length }}",
+    "replace": "{% set x = 'a' * 90000 %}{{ x.replace('a', x).replace('a', x) | length }}",
+    "replace filter": "{% set x = 'a' * 90000 %}{{ x | replace('a', x) | length }}",
+    "join": "{% set x = 'a' * 90000 %}{{ x.join('b' * 90000) | length }}",
+    "join filter": "{% set x = 'a' * 90000 %}{{ range(90000) | join(x) | length }}",
+    "indent": "{{ ('\n' * 90000) | indent(99999) | length }}",
+    "width": "{{ '%1000000000d' % 1 }}",
+    "width by argument": "{{ '%*d' % (1000000000, 1) }}",
+    "width in format": "{{ '{:1000000000}'.format(1) }}",
+    "width in format by argument": "{{ '{:{}}'.format('a', 1000000000) }}",
+    "format filter": "{{ '%1000000000d' | format(1) }}",
+    "justified": "{{ 'a'.ljust(1000000000) }}",
+    "centred": "{{ 'a'.center(1000000000) }}",
+    "tabs": "{{ ('\t' * 90000).expandtabs(99999) }}",
+    "json indent": "{{ [1] | tojson(indent=1000000000) }}",
+    "date": "{{ strftime_now('%1000000000Y') }}",
+    "recursion": "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+    "long output": "{% for i in range(99999) %}" + "x" * 2000 + "{% endfor %}",
+    "long block": "{% set x %}{% for i in range(99999) %}"
+    + "x" * 2000
+    + "{% endfor %}{% endset %}",
+    "many copies": "{% set n = namespace(x=[]) %}{% set big = 'a' * 900000 %}"
+    "{% for i in range(9999) %}{% set n.x = n.x + [big[1:]] %}{% endfor %}",
+    "upper copies": "{% set n = namespace(x=[]) %}{% set big = 'a' * 900000 %}"
+    "{% for i in range(9999) %}{% set n.x = n.x + [big | upper] %}{% endfor %}",
+    "lipsum": "{{ lipsum(n=100000) }}",
+    "long source": "x" * 1_000_000,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_is_stopped(name: str) -> None:
+    before_s = time.thread_time()
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ModelError) as caught:
+        ChatTemplate(HOSTILE[name]).render(CHAT)
+    assert "\n" not in str(caught.value)
+    assert time.thread_time() - before_s < 15
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 600_000
+
+
+def test_a_long_conversation_is_not() -> None:
+    source = (
+        "{% set n = namespace(seen=0) %}{% for m in messages %}{% set n.seen = n.seen + 1 %}"
+        "{{ n.seen ~ ':' ~ m.role | upper }} {{ m.content | trim }}{{ '\n' * 2 }}{% endfor %}"
+    )
+    chat = [{"role": "user", "content": " word" * 200}] * 3000
+    text = ChatTemplate(source).render(chat).text
+    assert text.count("USER") == 3000 and text.endswith("word\n\n")
+
+
+def test_limits_hold_per_rendering() -> None:
+    template = ChatTemplate("{% for i in range(90000) %}{{ i }}{% endfor %}")
+    for _ in range(12):
+        assert template.render(CHAT).text.endswith("89999")
