@@ -70,13 +70,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        click.echo(err=True)
+    except (KeyboardInterrupt, click.Abort):  # click has ended the line on which ^C stands
         return 130
     except BrokenPipeError:
         # The interpreter flushes stdout once more at its end, and would complain then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return 1
     except ChatkvError as error:
         return _fail(error, error.exit_code)
     except OSError as error:

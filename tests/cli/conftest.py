@@ -1,0 +1,105 @@
+"""Running the program: in this process, in one of its own, at a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from chatkv.cli.main import run
+from chatkv_store.conversations import Conversations, Session
+from program import Ran, command, environment
+
+
+@pytest.fixture
+def program(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Ran]:
+    """`program("sessions", "ls")` runs that in this process; stdin is no terminal."""
+
+    def call(*arguments: str, stdin: str = "") -> Ran:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        capsys.readouterr()
+        try:
+            code = run(arguments)
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Ran(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def process(home: Path) -> Callable[..., Ran]:
+    """`process("sessions", "ls")` runs that in a process of its own."""
+
+    def call(*arguments: str, **variables: str) -> Ran:
+        done = subprocess.run(
+            command(*arguments),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+            stdin=subprocess.DEVNULL,
+            env=environment(**variables),
+        )
+        return Ran(done.returncode, done.stdout, done.stderr)
+
+    return call
+
+
+@pytest.fixture
+def terminal(home: Path) -> Callable[..., Ran]:
+    """`terminal("sessions", "ls", keys="y\\n")` runs that at a terminal of 80 columns."""
+
+    def call(*arguments: str, keys: str = "", **variables: str) -> Ran:
+        leader, follower = pty.openpty()
+        fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        child = subprocess.Popen(
+            command(*arguments),
+            stdin=follower,
+            stdout=follower,
+            stderr=follower,
+            env=environment(**{"TERM": "xterm-256color"} | variables),
+        )
+        os.close(follower)
+        os.write(leader, keys.encode())
+        shown = b"".join(iter(lambda: _read(leader), b""))
+        os.close(leader)
+        return Ran(child.wait(timeout=60), shown.decode().replace("\r\n", "\n"), "")
+
+    return call
+
+
+def _read(leader: int) -> bytes:
+    try:
+        return os.read(leader, 65536)
+    except OSError:  # the last process that had the terminal open is gone
+        return b""
+
+
+@pytest.fixture
+def talk(home: Path) -> Callable[..., Session]:
+    """`talk(title, turns)` saves a conversation of (user, reply) pairs and returns its session."""
+
+    def call(title: str, turns: Sequence[tuple[str, str]] = (), model: str = "Tiny") -> Session:
+        with Conversations(home / "data" / "conversations.sqlite3") as store:
+            session = store.create_session(title=title, model=model)
+            with store.lease(session.id):
+                for user, reply in turns:
+                    turn = store.begin_turn(session.id, user_text=user, prompt_ids=[1, 2, 3])
+                    store.finish_turn(
+                        turn.id, reply_text=reply, reply_ids=[4, 5], rng_draws_after=2
+                    )
+            return store.get_session(session.id)
+
+    return call

@@ -1,0 +1,33 @@
+"""Running the program as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import chatkv
+from chatkv_store import conversations
+
+PYTHONPATH = os.pathsep.join(
+    str(Path(module.__file__ or "").parents[1]) for module in (chatkv, conversations)
+)
+
+
+@dataclass
+class Ran:
+    """How one command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "chatkv", *arguments]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """What a child process needs to find the packages under test and the test's home."""
+    return {**os.environ, "PYTHONPATH": PYTHONPATH, **more}
