@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from chatkv.cli.output import Output, ago, count, output_options, plural, printable, size, when
-from chatkv.cli.stores import SessionRef, open_blocks, open_conversations
+from chatkv.cli.stores import complete_session, open_blocks, open_conversations
 from chatkv.cli.table import Column
 from chatkv.paths import folders
 
@@ -85,7 +85,7 @@ def ls(output: Output, quiet: bool) -> None:
 
 
 @cache.command()
-@click.argument("session", type=SessionRef(), metavar="SESSION")
+@click.argument("session", shell_complete=complete_session, metavar="SESSION")
 @output_options
 def show(output: Output, session: str) -> None:
     """Show what is stored for one conversation."""

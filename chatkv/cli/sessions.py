@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,9 +18,10 @@ from chatkv.cli.output import (
     printable,
     when,
 )
-from chatkv.cli.stores import SessionRef, open_conversations
+from chatkv.cli.stores import complete_session, open_conversations
 from chatkv.cli.table import Column
 from chatkv.errors import UsageError
+from chatkv_store.errors import StoreError
 
 if TYPE_CHECKING:
     from chatkv_store.conversations import Session, Turn
@@ -31,7 +33,7 @@ LIMIT = click.option(
     metavar="N",
     help="At most N [20], 0 for all.",
 )
-SESSION = click.argument("session", type=SessionRef(), metavar="SESSION")
+SESSION = click.argument("session", shell_complete=complete_session, metavar="SESSION")
 
 
 @click.group()
@@ -117,7 +119,7 @@ def search(output: Output, text: tuple[str, ...], limit: int) -> None:
 def show(output: Output, session: str) -> None:
     """Print a whole conversation."""
     with open_conversations() as store:
-        if store.refusal is None:
+        with suppress(StoreError):  # a file that can only be read can still be shown
             store.recover()  # say "interrupted" of a turn whose process is gone
         found = store.get_session(session)
         exported, turns = store.export_text(found.id), store.chain(found.id)
@@ -156,7 +158,9 @@ def rename(output: Output, session: str, title: str) -> None:
 
 
 @sessions.command()
-@click.argument("session", type=SessionRef(), nargs=-1, required=True, metavar="SESSION...")
+@click.argument(
+    "session", shell_complete=complete_session, nargs=-1, required=True, metavar="SESSION..."
+)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @output_options
 def rm(output: Output, session: tuple[str, ...], yes: bool) -> None:

@@ -32,26 +32,21 @@ def open_blocks(*, read_only: bool = True, replace_damaged: bool = False) -> Blo
     return BlockStore(path, read_only=read_only, replace_damaged=replace_damaged)
 
 
-class SessionRef(click.ParamType[str]):
-    """A session's id, the start of it (4 characters or more) or its title."""
+def complete_session(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem[Any]]:
+    """For the shell: ids, with titles as hints. A broken store completes nothing."""
+    from contextlib import suppress
 
-    name = "session"
+    from click.shell_completion import CompletionItem
 
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem[Any]]:
-        """Ids, with the title as a hint; a broken store completes nothing rather than failing."""
-        from contextlib import suppress
+    from chatkv_store.errors import StoreError
 
-        from click.shell_completion import CompletionItem
-
-        from chatkv_store.errors import StoreError
-
-        with suppress(StoreError), open_conversations() as store:
-            short = store.short_ids()
-            return [
-                CompletionItem(short[session.id], help=session.title)
-                for session in store.list_sessions()
-                if session.id.startswith(incomplete.lower())
-            ]
-        return []
+    with suppress(StoreError), open_conversations() as store:
+        short = store.short_ids()
+        return [
+            CompletionItem(short[session.id], help=session.title)
+            for session in store.list_sessions()
+            if session.id.startswith(incomplete.lower())
+        ]
+    return []
