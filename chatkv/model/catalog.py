@@ -20,6 +20,7 @@ SHARD_INDEX = "model.safetensors.index.json"
 
 # What a checkpoint on the hub is made of; everything else there (other formats, pictures) stays.
 _HUB_PATTERNS = ("*.json", "*.jinja", "model*.safetensors")
+_COMPLETE = ".chatkv-complete"  # marks a checkpoint that was downloaded to its end
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILE = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)/(.+\.gguf)")
 
@@ -118,17 +119,23 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _hub_repo(repo: str, cache: Path) -> ModelFiles:
+    """A whole checkpoint: what is on this machine if that is all of it, else downloaded."""
     hub = _hub_client(repo)
-    patterns = list(_HUB_PATTERNS)
-    try:
+    options = {"repo_id": repo, "allow_patterns": list(_HUB_PATTERNS)}
+    for cache_dir in (None, cache / "hub"):
         try:
-            folder = hub.snapshot_download(repo, allow_patterns=patterns, local_files_only=True)
-            files = _folder(Path(folder), name=repo)
+            found = hub.snapshot_download(**options, cache_dir=cache_dir, local_files_only=True)
+            files = _folder(Path(found), name=repo)
         except (hub.errors.LocalEntryNotFoundError, ModelError):
-            folder = hub.snapshot_download(
-                repo, allow_patterns=patterns, cache_dir=str(cache / "hub")
-            )
-            files = _folder(Path(folder), name=repo)
+            continue
+        # The hub's own cache may hold part of a repository, and so may ours after a broken
+        # download; a part without its generation_config.json would look like a whole.
+        if cache_dir is None or (Path(found) / _COMPLETE).exists():
+            return files
+    try:
+        found = hub.snapshot_download(**options, cache_dir=cache / "hub")
+        files = _folder(Path(found), name=repo)
+        (Path(found) / _COMPLETE).touch()
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
         raise ModelError(f"cannot get {repo} from the hub: {_first_line(error)}") from error
     return files
@@ -136,15 +143,22 @@ def _hub_repo(repo: str, cache: Path) -> ModelFiles:
 
 def _hub_file(repo: str, name: str, cache: Path) -> ModelFiles:
     hub = _hub_client(repo)
-    try:
+    for options in (
+        {"local_files_only": True},
+        {"local_files_only": True, "cache_dir": cache / "hub"},
+        {"cache_dir": cache / "hub"},
+    ):
         try:
-            path = hub.hf_hub_download(repo, name, local_files_only=True)
-        except hub.errors.LocalEntryNotFoundError:
-            path = hub.hf_hub_download(repo, name, cache_dir=str(cache / "hub"))
-    except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
-        raise ModelError(f"cannot get {repo}/{name} from the hub: {_first_line(error)}") from error
-    # The hub's cache links names to blobs; the resolved blob has no suffix, so keep the link.
-    return ModelFiles(Path(name).stem, "gguf", Path(path), (Path(path),))
+            path = Path(hub.hf_hub_download(repo, name, **options))
+        except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
+            if "local_files_only" in options:
+                continue
+            raise ModelError(
+                f"cannot get {repo}/{name} from the hub: {_first_line(error)}"
+            ) from error
+        # The link in the hub's cache, not the blob behind it: that has no suffix.
+        return ModelFiles(Path(name).stem, "gguf", path, (path,))
+    raise AssertionError("the last way either returns or raises")
 
 
 def _hub_client(repo: str) -> Any:

@@ -51,4 +51,9 @@ def open_gguf(path: Path) -> GGUFFile:
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(f"{path} is cut short or damaged: {reason[0]}") from error
+    if metadata.get("split.count", 1) > 1:
+        raise ModelError(
+            f"{path} is one of {metadata['split.count']} parts: join them with llama-gguf-split "
+            "--merge first"
+        )
     return GGUFFile(path, metadata, tensors)
