@@ -432,7 +432,7 @@ class BlockStore:
             header = self._header(txn, key)
         except BlockMiss:
             header = None
-        if header is not None:
+        if header is not None and header.key == key:  # a damaged one may name another's entry
             txn.delete(header.parent, child_entry(header), db=self.db["children"])
         txn.delete(key, db=self.db["blocks"])
         freed = 0

@@ -57,9 +57,9 @@ class Environment:
         self._gate = _Gate()
         if read_only and not (path / DATA_FILE).is_file():
             raise StoreError(f"no KV cache in {path}")
-        size = _file_bytes(path)
-        map_bytes = max(size, min(max(2 * size, start_map_bytes), max_bytes or 1 << 62))
         with _translated(path):
+            size = _file_bytes(path)
+            map_bytes = max(size, min(max(2 * size, start_map_bytes), max_bytes or 1 << 62))
             self._env = _open(path, _whole_pages(map_bytes), len(databases), read_only)
         self.map_bytes: int = self._env.info()["map_size"]
         try:
