@@ -136,6 +136,7 @@ class BlockStore:
             self.env = opened()
             self.replaced = str(error)
         self.db = self.env.databases
+        self._bad: set[bytes] = set()  # keys of blocks that a read found damaged; put replaces them
 
     def register(self, namespace: bytes, info: dict[str, Any]) -> None:
         """Remember what `namespace` stands for, for listings; the last call wins."""
@@ -230,6 +231,8 @@ class BlockStore:
             except codec.PayloadDamaged as error:
                 miss = f"value {group} is damaged: {error}"
                 payloads = payloads.first(error.index)
+        if miss is not None:
+            self._bad.add(blocks[len(payloads)].key)
         return RunResult(len(payloads), sum(payloads.sizes), miss)
 
     def put(
@@ -239,10 +242,12 @@ class BlockStore:
         blocks: Sequence[NewBlock],
         codec: str = "lossless",
     ) -> PutResult:
-        """Store `blocks`, in commits of about COMMIT_BYTES. A stored key is never overwritten.
+        """Store `blocks`, in commits of about COMMIT_BYTES.
 
-        A partial block that one of the new ones extends is removed in the same commit. Raises
-        StoreFull or StoreReadOnly; earlier commits of the call then stay.
+        A sound stored block is never overwritten, one that was found damaged is replaced. A
+        partial block that a stored one contains is skipped, and one that a new block extends is
+        removed in the same commit. Raises StoreFull or StoreReadOnly; earlier commits of the call
+        then stay.
         """
         written = num_bytes = 0
         batch: list[_Encoded] = []
@@ -394,15 +399,42 @@ class BlockStore:
             return [
                 block
                 for block in blocks
-                if txn.get(block_key(block.parent, block.token_ids), db=self.db["blocks"]) is None
+                if not self._is_stored(txn, block.parent, pack_ids(block.token_ids))
             ]
+
+    def _is_stored(self, txn: Any, parent: bytes, ids: bytes) -> bool:
+        """Whether a sound block of these ids, or one that goes on after them, is there."""
+        key = block_key(parent, ids)
+        if txn.get(key, db=self.db["blocks"]) is not None:
+            return self._is_sound(txn, key)
+        for longer in self._children(txn, parent, ids[:ID_BYTES]):
+            try:
+                starts = self._header(txn, longer).ids.startswith(ids)
+            except BlockMiss:
+                continue
+            if starts and self._is_sound(txn, longer):
+                return True
+        return False
+
+    def _is_sound(self, txn: Any, key: bytes) -> bool:
+        """Whether nothing is known to be wrong with a block; digests are left to who reads it."""
+        try:
+            header = self._header(txn, key)
+        except BlockMiss:
+            return False
+        return key not in self._bad and all(
+            _wrong_length(txn.get(value_key(key, group), db=self.db["values"]), entry) is None
+            for group, entry in enumerate(header.values)
+        )
 
     def _commit(self, batch: list[_Encoded]) -> tuple[int, int]:
         """Write `batch` in one transaction; returns the blocks and payload bytes written."""
 
         def work(txn: Any) -> tuple[int, int]:
             # Another process may have stored some of them meanwhile.
-            fresh = [e for e in batch if txn.get(e.key, db=self.db["blocks"]) is None]
+            fresh = [e for e in batch if not self._is_stored(txn, e.header.parent, e.header.ids)]
+            for e in fresh:
+                self._delete(txn, e.key)  # what is left of a damaged one
             # Values in the order in which a restore reads them: the first layers of all blocks
             # lie together on the disk.
             for group in range(max((len(e.payloads) for e in fresh), default=0)):
@@ -414,7 +446,9 @@ class BlockStore:
                 txn.put(e.header.parent, child_entry(e.header), db=self.db["children"])
             return len(fresh), sum(e.header.num_payload_bytes for e in fresh)
 
-        return self.env.write(work)
+        result = self.env.write(work)
+        self._bad.difference_update(e.key for e in batch)
+        return result
 
     def _drop_extended(self, txn: Any, new: BlockHeader) -> None:
         """Delete the partial blocks that are a strict beginning of `new`."""
