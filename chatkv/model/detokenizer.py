@@ -77,7 +77,9 @@ class TextStream:
         if id in self._detokenizer.special_ids:
             # Whether what follows begins with a space of the tokenizer's own making.
             self._strip_next = self._detokenizer.strips_after_special
-            return "" if self._skip_special else self._decoder.decode(self._detokenizer.token_bytes(id))
+            if self._skip_special:
+                return ""
+            return self._decoder.decode(self._detokenizer.token_bytes(id))
         data = self._detokenizer.token_bytes(id)
         if self._strip_next and data:
             self._strip_next = False

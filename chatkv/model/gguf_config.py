@@ -12,6 +12,7 @@ from typing import Any
 from chatkv.errors import ModelError
 from chatkv.model.config import ModelConfig, RopeScaling
 from chatkv.model.gguf_file import GGUFFile
+from chatkv.model.one_line import one_line
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
@@ -20,7 +21,17 @@ _LLAMA3_BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_
 
 
 def config_from_gguf(file: GGUFFile) -> ModelConfig:
-    """Raises ModelError for an architecture or a rotary scaling that is not supported."""
+    """Raises ModelError for what is not supported, is missing or makes no sense."""
+    try:
+        config = _read(file)
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ModelError(f"{file.path}: its metadata makes no sense: {one_line(error)}") from error
+    if problem := config.problem():
+        raise ModelError(f"{file.path}: {problem}")
+    return config
+
+
+def _read(file: GGUFFile) -> ModelConfig:
     architecture = str(file.require("general.architecture"))
     if architecture not in ARCHITECTURES:
         raise ModelError(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from chatkv.errors import ModelError
+from chatkv.model.one_line import one_line
 
 _MAGIC = b"GGUF"
 
@@ -49,8 +50,7 @@ def open_gguf(path: Path) -> GGUFFile:
         metadata = {name: field.contents() for name, field in reader.fields.items()}
         tensors = {tensor.name: tensor for tensor in reader.tensors}
     except Exception as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelError(f"{path} is cut short or damaged: {reason[0]}") from error
+        raise ModelError(f"{path} is cut short or damaged: {one_line(error)}") from error
     if metadata.get("split.count", 1) > 1:
         raise ModelError(
             f"{path} is one of {metadata['split.count']} parts: join them with llama-gguf-split "

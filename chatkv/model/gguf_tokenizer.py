@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from chatkv.errors import ModelError
 from chatkv.model.gguf_file import GGUFFile
+from chatkv.model.one_line import one_line
 
 # tokenizer.ggml.token_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -140,7 +141,7 @@ def _tokenizer(file: GGUFFile, **parts: Any) -> Tokenizer:
     try:
         return Tokenizer(models.BPE(**parts))
     except Exception as error:  # the library raises plain Exception, for instance for a bad merge
-        raise ModelError(f"{file.path}: its tokenizer is damaged: {error}") from error
+        raise ModelError(f"{file.path}: its tokenizer is damaged: {one_line(error)}") from error
 
 
 def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:

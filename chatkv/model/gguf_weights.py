@@ -10,6 +10,7 @@ import torch
 from chatkv.errors import ModelError
 from chatkv.model.config import ModelConfig
 from chatkv.model.gguf_file import GGUFFile
+from chatkv.model.one_line import one_line
 from chatkv.model.tensor_file import TensorSource
 from chatkv.model.weights import expected_shapes
 
@@ -58,7 +59,9 @@ def tensor_sources(file: GGUFFile, config: ModelConfig) -> list[TensorSource]:
         sources.append(_source(file, config, name, shape, tensor))
     if packed:
         extra = next(iter(packed.values()))
-        raise ModelError(f"{file.path}: {extra.name} is no tensor of a {config.architecture} model")
+        raise ModelError(
+            f"{file.path}: {one_line(extra.name)} is no tensor of a {config.architecture} model"
+        )
     return sources
 
 
@@ -70,7 +73,7 @@ def _hf_name(file: GGUFFile, name: str) -> str:
     parts = stem.split(".")
     if len(parts) == 3 and parts[0] == "blk" and parts[1].isdigit() and parts[2] in _IN_LAYER:
         return f"model.layers.{parts[1]}.{_IN_LAYER[parts[2]]}.{suffix}"
-    raise ModelError(f"{file.path}: the tensor {name} is not known")
+    raise ModelError(f"{file.path}: the tensor {one_line(name)} is not known")
 
 
 def _source(

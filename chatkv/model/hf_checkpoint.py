@@ -8,6 +8,7 @@ from typing import Any
 from chatkv.errors import ModelError
 from chatkv.model.catalog import read_json
 from chatkv.model.hf_config import config_from_hf
+from chatkv.model.one_line import one_line
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def _template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"cannot read {path}: {error}") from error
+            raise ModelError(f"cannot read {path}: {one_line(error)}") from error
     found = tokenizer_config.get("chat_template")
     if found is None:
         found = _optional_json(folder / "chat_template.json").get("chat_template")

@@ -12,6 +12,7 @@ from typing import Any
 
 from chatkv.errors import ModelError
 from chatkv.model.config import ModelConfig, RopeScaling
+from chatkv.model.one_line import one_line
 
 # Per architecture, transformers' defaults for fields that config.json may leave out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -39,6 +40,16 @@ def config_from_hf(fields: dict[str, Any], where: str) -> ModelConfig:
     Raises ModelError for an unknown architecture, rotary scaling or activation, for quantised
     weights, and for a field that is missing or makes no sense.
     """
+    try:
+        config = _read(fields, where)
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ModelError(f"{where}: a field makes no sense: {one_line(error)}") from error
+    if problem := config.problem():
+        raise ModelError(f"{where}: {problem}")
+    return config
+
+
+def _read(fields: dict[str, Any], where: str) -> ModelConfig:
     architecture = _architecture(fields, where)
     if quantization := fields.get("quantization_config"):
         method = quantization.get("quant_method", "unknown")

@@ -1,7 +1,7 @@
 """A model made ready to run: what a start needs, in the form that a start reads fastest.
 
 A GGUF is converted once: dequantised, renamed, its tokenizer rebuilt, all written to one folder
-below `models_dir` that later starts only map (SmolLM2: 5 s to convert, under 1 ms to open what that made).
+below `models_dir` that later starts only map (SmolLM2: 4 s once, under 1 ms from then on).
 A Hugging Face checkpoint already has that form and is read where it lies.
 """
 

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from chatkv.errors import ModelError
+from chatkv.model.one_line import one_line
 
 if TYPE_CHECKING:
     from chatkv.model.prepared import PreparedModel
@@ -255,5 +256,4 @@ def _unused_mark(texts: Iterable[str]) -> str:
 
 
 def _failure(error: Exception) -> ModelError:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return ModelError(f"the chat template fails: {lines[0]}")
+    return ModelError(f"the chat template fails: {one_line(error)}")

@@ -18,6 +18,7 @@ import tokenizers
 
 from chatkv.errors import ModelError
 from chatkv.model.detokenizer import Detokenizer, TextStream
+from chatkv.model.one_line import one_line
 from chatkv.model.template import CHATML
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
-            raise ModelError(f"cannot read the tokenizer {path}: {error}") from error
+            raise ModelError(f"cannot read the tokenizer {path}: {one_line(error)}") from error
         return cls(backend, eos_ids, template)
 
     @classmethod

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from chatkv.errors import ModelError
 from chatkv.model.config import ModelConfig
+from chatkv.model.one_line import one_line
 
 if TYPE_CHECKING:
     from chatkv.model.prepared import PreparedModel
@@ -73,9 +74,10 @@ def load_weights(prepared: PreparedModel) -> Mapping[str, torch.Tensor]:
             if name in shapes:
                 tensors[name] = _checked(file, name, tensor, shapes[name], dtype)
             elif not _harmless(name, prepared.config):
+                architecture = prepared.config.architecture
                 raise ModelError(
-                    f"{file}: {name} is no tensor of a {prepared.config.architecture} model "
-                    "with this config.json"
+                    f"{file}: {one_line(name)} is no tensor of a {architecture} model with this "
+                    "config.json"
                 )
     if missing := [name for name in shapes if name not in tensors]:
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -90,7 +92,7 @@ def _map_file(file: Path) -> dict[str, torch.Tensor]:
         with safetensors.safe_open(str(file), framework="pt", device="cpu") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (OSError, safetensors.SafetensorError, ValueError, RuntimeError) as error:
-        raise ModelError(f"{file} is no sound safetensors file: {_reason(error)}") from error
+        raise ModelError(f"{file} is no sound safetensors file: {one_line(error)}") from error
 
 
 def _checked(
@@ -109,8 +111,3 @@ def _harmless(name: str, config: ModelConfig) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (
         name == "lm_head.weight" and config.tie_embeddings
     )
-
-
-def _reason(error: Any) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -152,6 +152,11 @@ def _broken(change: dict[str, Any], message: str) -> Any:
         _broken({"metadata": {"llama.expert_count": 8}}, "mixture-of-experts"),
         _broken({"metadata": {"llama.rope.scaling.type": "longrope"}}, "rope scaling 'longrope'"),
         _broken({"metadata": {"llama.rope.dimension_count": 8}}, "llama.rope.dimension_count is 8"),
+        _broken({"metadata": {"llama.attention.head_count": 0}}, "metadata makes no sense"),
+        _broken({"metadata": {"llama.attention.head_count_kv": 3}}, "4 heads cannot share 3"),
+        _broken({"metadata": {"llama.attention.head_count_kv": [2]}}, "makes no sense: int()"),
+        _broken({"metadata": {"llama.context_length": 0}}, "max_position is 0"),
+        _broken({"metadata": {"split.count": 3}}, "is one of 3 parts"),
         _broken({"without": ["llama.block_count"]}, "lacks the GGUF metadata 'llama.block_count'"),
         _broken({"metadata": {"llama.attention.head_count": [4, 4, 2]}}, "head_count is [4, 4, 2]"),
         _broken(

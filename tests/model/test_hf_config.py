@@ -18,10 +18,10 @@ from chatkv.model.hf_config import config_from_hf
 MINIMAL: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 1000,
-    "hidden_size": 512,
+    "hidden_size": 2048,
     "intermediate_size": 1024,
     "num_hidden_layers": 40,
-    "num_attention_heads": 8,
+    "num_attention_heads": 32,
 }
 
 
@@ -70,7 +70,7 @@ def test_left_out_fields_mean_what_they_mean_to_transformers(model_type: str) ->
     theirs = AutoConfig.for_model(model_type, **{k: v for k, v in MINIMAL.items() if "_t" not in k})
     ours = _read(model_type=model_type)
     assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 512 // 8)
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 2048 // 32)
     assert ours.max_position == theirs.max_position_embeddings
     assert ours.norm_eps == theirs.rms_norm_eps
     assert ours.rope_theta == theirs.rope_theta
@@ -169,6 +169,13 @@ def test_the_class_name_stands_in_for_the_model_type() -> None:
         ({"rope_scaling": {**LLAMA3, "factor": "8"}}, "needs a number for 'factor'"),
         ({"rope_scaling": "linear"}, "should be an object"),
         ({"rope_parameters": {"full_attention": {}}}, "differ by layer"),
+        ({"num_attention_heads": 0}, "a field makes no sense: integer division"),
+        ({"num_attention_heads": 8, "num_key_value_heads": 3}, "8 heads cannot share 3 heads"),
+        ({"num_key_value_heads": "2"}, "num_kv_heads is '2'"),
+        ({"head_dim": 63}, "a head size of 63"),
+        ({"rms_norm_eps": "small"}, "a field makes no sense: could not convert"),
+        ({"max_position_embeddings": -1}, "max_position is -1"),
+        ({"quantization_config": 8}, "a field makes no sense"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64}
