@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from datetime import datetime
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from chatkv.errors import ModelError, UsageError
 from chatkv.model.catalog import find_model
 from chatkv.model.decoder import Decoder
 from chatkv.model.dtype import choose_dtype
-from chatkv.model.prepared import Dtype, PreparedModel, prepare
+from chatkv.model.prepared import Dtype, prepare
 from chatkv.model.template import ChatTemplate
 from chatkv.model.tokenizer import Tokenizer
 from chatkv.model.weights import load_weights

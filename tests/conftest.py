@@ -11,8 +11,14 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
+# The same examples on every run, and no failure that depends on a busy machine.
+hypothesis.settings.register_profile("chatkv", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("chatkv")
+
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as chatkv sets it; transformers loads torch first
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so set before any test
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tests fork; the tokenizer's threads must not
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

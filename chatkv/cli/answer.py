@@ -21,20 +21,82 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 def chat_options(command: Command) -> Command:
     """The options of everything that talks to a model."""
     options = [
-        click.option("-c", "--continue", "resume_last", is_flag=True, help="Go on with the last session."),
-        click.option("-r", "--resume", metavar="SESSION", help="Go on with a session: its id, the start of it (4+), or its title."),
-        click.option("-m", "--model", metavar="MODEL", help="A checkpoint's folder, a .gguf file or a hub id [default: SmolLM2-135M]."),
+        click.option(
+            "-c", "--continue", "resume_last", is_flag=True, help="Go on with the last session."
+        ),
+        click.option(
+            "-r",
+            "--resume",
+            metavar="SESSION",
+            help="Go on with a session: its id, the start of it (4+), or its title.",
+        ),
+        click.option(
+            "-m",
+            "--model",
+            metavar="MODEL",
+            help="A checkpoint's folder, a .gguf file or a hub id [default: SmolLM2-135M].",
+        ),
         click.option("--system", metavar="TEXT", help="System prompt of a new session."),
-        click.option("--max-tokens", type=click.IntRange(min=1), default=1024, show_default=True, metavar="N", help="Longest answer."),
-        click.option("--temperature", type=float, default=0.7, show_default=True, help="0 always takes the likeliest token."),
-        click.option("--top-p", type=float, default=0.95, show_default=True, help="Sample from the likeliest tokens of this mass."),
-        click.option("--top-k", type=int, default=0, show_default=True, help="Sample from this many tokens, 0 for all."),
-        click.option("--min-p", type=float, default=0.0, show_default=True, help="Drop tokens below this share of the likeliest."),
-        click.option("--seed", type=click.IntRange(min=0, max=2**64 - 1), help="Make sampling repeatable."),
-        click.option("--stop", multiple=True, metavar="TEXT", help="End the answer before this text; can be given again."),
-        click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float16", "float32"]), help="Compute in this dtype [default: what this machine runs faster]."),
-        click.option("--restore", type=click.Choice(["auto", "reload", "re-prefill", "both"]), default="auto", show_default=True, help="How history gets back into memory."),
-        click.option("--exact", is_flag=True, help="Never recompute history, which may round differently."),
+        click.option(
+            "--max-tokens",
+            type=click.IntRange(min=1),
+            default=1024,
+            show_default=True,
+            metavar="N",
+            help="Longest answer.",
+        ),
+        click.option(
+            "--temperature",
+            type=float,
+            default=0.7,
+            show_default=True,
+            help="0 always takes the likeliest token.",
+        ),
+        click.option(
+            "--top-p",
+            type=float,
+            default=0.95,
+            show_default=True,
+            help="Sample from the likeliest tokens of this mass.",
+        ),
+        click.option(
+            "--top-k",
+            type=int,
+            default=0,
+            show_default=True,
+            help="Sample from this many tokens, 0 for all.",
+        ),
+        click.option(
+            "--min-p",
+            type=float,
+            default=0.0,
+            show_default=True,
+            help="Drop tokens below this share of the likeliest.",
+        ),
+        click.option(
+            "--seed", type=click.IntRange(min=0, max=2**64 - 1), help="Make sampling repeatable."
+        ),
+        click.option(
+            "--stop",
+            multiple=True,
+            metavar="TEXT",
+            help="End the answer before this text; can be given again.",
+        ),
+        click.option(
+            "--dtype",
+            type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+            help="Compute in this dtype [default: what this machine runs faster].",
+        ),
+        click.option(
+            "--restore",
+            type=click.Choice(["auto", "reload", "re-prefill", "both"]),
+            default="auto",
+            show_default=True,
+            help="How history gets back into memory.",
+        ),
+        click.option(
+            "--exact", is_flag=True, help="Never recompute history, which may round differently."
+        ),
     ]
     for option in reversed(options):
         command = option(command)
@@ -89,7 +151,7 @@ class Status:
         self._is_live = sys.stderr.isatty()
 
     def progress(self, stage: str, done: int, total: int) -> None:
-        """"stage 42%"; a stage that is done disappears."""
+        """ "stage 42%"; a stage that is done disappears."""
         share = f" {100 * done // total}%" if total > 1 else ""
         self.show("" if done >= total else f"{stage}{share}")
 

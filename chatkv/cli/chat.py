@@ -97,7 +97,7 @@ def _converse(conversation: Conversation, arguments: dict[str, Any], status: Sta
 
 def _read() -> str | None:
     """The next message, None at the end of input or on Ctrl-C at the prompt."""
-    lines = []
+    lines: list[str] = []
     prompt = PROMPT if sys.stdin.isatty() else ""
     try:
         while True:

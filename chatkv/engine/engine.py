@@ -37,15 +37,19 @@ class TokenSequence:
     run: Run = field(default_factory=Run)
     num_cached: int = 0
 
-    def keep_prefix_of(self, ids: Sequence[int]) -> int:
-        """Become `ids`; returns how many leading tokens keep their KV."""
-        common = 0
-        for mine, theirs in zip(self.ids[: self.num_cached], ids, strict=False):
-            if mine != theirs:
-                break
-            common += 1
-        self.ids, self.num_cached = list(ids), common
-        return common
+    def common_prefix(self, ids: Sequence[int]) -> int:
+        """How many leading tokens of `ids` have their KV here."""
+        cached = self.ids[: self.num_cached]
+        if cached == ids[: self.num_cached]:
+            return self.num_cached
+        pairs = enumerate(zip(cached, ids, strict=False))
+        return next(
+            (at for at, (mine, theirs) in pairs if mine != theirs), min(len(ids), len(cached))
+        )
+
+    def become(self, ids: Sequence[int], num_cached: int) -> None:
+        """Hold `ids`, the first num_cached of which (at most `common_prefix`) keep their KV."""
+        self.ids, self.num_cached = list(ids), num_cached
 
 
 @dataclass

@@ -120,9 +120,7 @@ class _Layer:
         self.query_norm = get("self_attn.q_norm.weight") if config.qk_norm else None
         self.key_norm = get("self_attn.k_norm.weight") if config.qk_norm else None
 
-    def forward(
-        self, hidden: Tensor, spans: Sequence[Span], cos: Tensor, sin: Tensor
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, spans: Sequence[Span], cos: Tensor, sin: Tensor) -> Tensor:
         """hidden: [num_new, hidden_size] → the same shape."""
         attended = self._attend(self.qkv(self._norm(hidden, self.attention_norm)), spans, cos, sin)
         hidden = self.output.add(attended, hidden)

@@ -17,7 +17,7 @@ _OUT, _IN, _MATRICES = 3072, 1024, 8
 
 
 def choose_dtype(cache: Path) -> Dtype:
-    """"bfloat16" or "float32", by a short measurement (about 0.2 s) that `cache` remembers for
+    """ "bfloat16" or "float32", by a short measurement (about 0.2 s) that `cache` remembers for
     this CPU, number of threads and version of torch."""
     if not packs_on_cpu(torch.bfloat16):
         return "float32"
@@ -50,7 +50,9 @@ def _decode_s(dtype: torch.dtype) -> float:
 def _cpu_name() -> str:
     try:
         with open("/proc/cpuinfo") as lines:
-            return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+            return next(
+                line.split(":")[1].strip() for line in lines if line.startswith("model name")
+            )
     except (OSError, StopIteration):
         return "cpu"
 

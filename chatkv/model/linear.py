@@ -9,7 +9,7 @@ from torch import Tensor
 
 def packs_on_cpu(dtype: torch.dtype) -> bool:
     """Whether this CPU's oneDNN multiplies weights of this dtype in its own blocked layout."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -36,9 +36,7 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         if not self.packed:
             return F.linear(x, self.weight, self.bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self.weight, self.bias, "none", [], ""
-        )
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return out
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:

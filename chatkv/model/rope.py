@@ -49,9 +49,7 @@ def _llama3(inverse: Tensor, scaling: RopeScaling) -> Tensor:
     """Long wavelengths are divided by the factor, short ones kept, those between blended."""
     wavelength = 2 * math.pi / inverse
     turns = scaling.original_max_position / wavelength
-    blend = (turns - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = blend.clamp(0, 1)
     return (1 - blend) * inverse / scaling.factor + blend * inverse
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 from chatkv.errors import PersistenceError
 from chatkv.restore.cost import CostModel
@@ -49,12 +49,12 @@ def choose(
     loaded = in_pool + situation.loadable
     recompute_s = cost.prefill_s(in_pool, total)
     reload_s = cost.load_s(situation.loadable) + cost.prefill_s(loaded, total)
-    options: dict[Method, float] = {}
+    options: dict[str, float] = {}
     if situation.loadable:
         options["reload"] = reload_s * 1e3
     if in_pool < situation.history:
         options["re-prefill"] = recompute_s * 1e3
-    alternatives: dict[str, float] = dict(options)
+    alternatives = dict(options)
     if exact:
         missing = situation.history - loaded
         if missing > 0 or wanted == "re-prefill":
@@ -65,7 +65,6 @@ def choose(
         options.pop("re-prefill", None)
     if not options:
         return Plan("none", recompute_s * 1e3, alternatives)
-    chosen = min(options, key=lambda method: options[method])
-    if wanted in options:
-        chosen = wanted  # type: ignore[assignment]  # a key of options is a Method
-    return Plan(chosen, options[chosen], alternatives)
+    fastest = min(options, key=lambda method: options[method])
+    chosen = wanted if wanted in options else fastest
+    return Plan(cast(Method, chosen), options[chosen], alternatives)

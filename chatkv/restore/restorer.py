@@ -45,6 +45,16 @@ class DiskTier:
 
 
 @dataclass(frozen=True)
+class Planned:
+    """A plan and what it was made from."""
+
+    plan: Plan
+    ids: list[int]
+    situation: Situation
+    match: Match | None  # None: the disk was not asked, since the pool holds all of the history
+
+
+@dataclass(frozen=True)
 class Restored:
     """Where the KV of a turn's tokens came from, before prefill computes the rest."""
 
@@ -81,35 +91,43 @@ class Restorer:
         self.cost = costs.load(key)
         self._chains: WeakKeyDictionary[TokenSequence, _Chain] = WeakKeyDictionary()
 
-    def restore(
+    def plan(
         self,
         sequence: TokenSequence,
         ids: Sequence[int],
         history: int,
         wanted: Wanted = "auto",
         exact: bool = False,
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> Restored:
-        """Make `sequence` hold `ids`, with as much of their KV in the pool as the plan says.
+    ) -> Planned:
+        """Decide how `sequence` is to come to hold the KV of `ids`; changes and reads no KV.
 
-        The first `history` ids are from earlier turns; all of them but the last, which was
-        sampled and never computed, are expected to be found.
+        history: leading ids whose KV an earlier turn has computed, so that it should be found.
+        Raises PersistenceError where `exact` forbids what would have to be done.
         """
-        reused = min(sequence.keep_prefix_of(ids), len(ids) - 1)
-        sequence.num_cached = reused
-        chain = self._chains.setdefault(sequence, _Chain())
-        chain.cut(reused // BLOCK_TOKENS)
-        computed_before = max(0, history - 1)
-        match = self._match(ids) if reused < computed_before or history == 0 else None
+        in_pool = min(sequence.common_prefix(ids), len(ids) - 1)
+        match = self._match(ids) if in_pool < history or not history else None
         situation = Situation(
             total=len(ids),
-            in_pool=reused,
-            available=match.num_tokens if match else reused,
-            history=computed_before,
+            in_pool=in_pool,
+            available=max(in_pool, match.num_tokens if match else 0),
+            history=history,
         )
-        plan = choose(situation, self.cost, wanted, exact)
-        result = Restored(plan, reused, loaded=0)
-        if plan.chosen == "reload" and match is not None:
+        return Planned(choose(situation, self.cost, wanted, exact), list(ids), situation, match)
+
+    def restore(
+        self,
+        sequence: TokenSequence,
+        planned: Planned,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Restored:
+        """Make `sequence` hold the planned ids, with as much of their KV in the pool as the plan
+        says. The rest is prefill's."""
+        situation, match = planned.situation, planned.match
+        sequence.become(planned.ids, num_cached=situation.in_pool)
+        chain = self._chains.setdefault(sequence, _Chain())
+        chain.cut(situation.in_pool // BLOCK_TOKENS)
+        result = Restored(planned.plan, reused=situation.in_pool, loaded=0)
+        if planned.plan.chosen == "reload" and match is not None:
             result = self._load(sequence, match, result, on_progress)
         return replace(result, notices=result.notices + self._alarm(sequence, situation, match))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,6 @@ from chatkv.session.turn import (
     TurnOptions,
     TurnResult,
 )
-from chatkv_store.errors import StoreError
 
 if TYPE_CHECKING:
     from chatkv_store.conversations import Conversations, Session, Turn
@@ -56,9 +55,7 @@ class Conversation:
     Raises StoreBusy where another process has it open.
     """
 
-    def __init__(
-        self, model: ModelParts, conversations: Conversations, session: Session
-    ) -> None:
+    def __init__(self, model: ModelParts, conversations: Conversations, session: Session) -> None:
         self.model = model
         self.conversations = conversations
         self._open = ExitStack()
@@ -100,14 +97,21 @@ class Conversation:
         Cancelled turns return with finish_reason "interrupted" and what was said until then.
         """
         options, listener = options or TurnOptions(), listener or Listener()
+        # Undecodable bytes of a command line arrive as lone surrogates, which no tokenizer takes.
+        text = text.encode("utf-8", "replace").decode()
         clock = _TurnClock()
         history = self.log
         prompt_ids = self._prompt_ids(text, system, len(history))
+        planned = self.model.restorer.plan(
+            self.sequence,
+            [*history, *prompt_ids],
+            self._num_computed(),
+            options.restore,
+            options.exact,
+        )
         turn = self._begin(text, prompt_ids, system, options)
         sampler = Sampler(options.sampling, turn.seed, turn.rng_draws_before)
-        reply = Reply(
-            self.model.tokenizer.stream(), StopStrings(options.stop), listener.on_text
-        )
+        reply = Reply(self.model.tokenizer.stream(), StopStrings(options.stop), listener.on_text)
         restored: Restored | None = None
         finish: FinishReason = "interrupted"
         last_logits: Tensor | None = None
@@ -115,11 +119,8 @@ class Conversation:
             try:
                 restored = self.model.restorer.restore(
                     self.sequence,
-                    [*history, *prompt_ids],
-                    history=len(history),
-                    wanted=options.restore,
-                    exact=options.exact,
-                    on_progress=lambda done, total: listener.on_progress("restore", done, total),
+                    planned,
+                    lambda done, total: listener.on_progress("restore", done, total),
                 )
                 clock.restored()
                 logits = self._prefill(listener)
@@ -231,9 +232,17 @@ class Conversation:
             finish_reason=finish,
         )
         self.turns = [*self.turns, turn]
-        self.sequence.keep_prefix_of(self.log)
+        log = self.log
+        self.sequence.become(log, self.sequence.common_prefix(log))
         self.model.restorer.save(self.sequence, tail=True)
         return turn
+
+    def _num_computed(self) -> int:
+        """Leading tokens of the log whose KV some turn has computed: all up to the last reply,
+        less its last token, which was sampled and never fed. (What follows the last reply is the
+        question of a turn that ended before it was answered.)"""
+        ends = [turn.tokens_before + turn.num_tokens for turn in self.turns if turn.reply_ids]
+        return ends[-1] - 1 if ends else 0
 
     # --- text and log -----------------------------------------------------------------------
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 
+import tiny
 from chatkv.engine.pool import BlockPool, Run, RunSpan
 from chatkv.errors import ModelError
 from chatkv.model.catalog import find_model

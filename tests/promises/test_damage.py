@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from turns import run_turns
 
 from chatkv.paths import folders
 from chatkv_store.blocks import BlockStore
 from chatkv_store.keys import KEY_BYTES
+from turns import run_turns
 
 QUESTION = "Tell me a long story about the sea, a ship, its captain and the captain's cat. " * 4
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_tokens": 8}

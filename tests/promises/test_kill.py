@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from killable import say_and_kill
-from turns import run_turns
 
 from chatkv.engine.engine import Engine, TokenSequence
 from chatkv.engine.pool import BlockPool
@@ -27,6 +25,8 @@ from chatkv.model.weights import load_weights
 from chatkv.paths import folders
 from chatkv_store.blocks import BlockStore
 from chatkv_store.conversations import Conversations
+from killable import say_and_kill
+from turns import run_turns
 
 STORY = (
     "Here is a story. A fisherman lived by the sea with his wife and their old grey cat. Every "
@@ -86,9 +86,9 @@ def check_after_kill(
             assert decoded.startswith(turn.reply_text)
         else:
             assert "text" not in heard.events, "answered without having saved the question"
-    answer = run_turns(
-        ["And then?"], session=session, model=model, dtype="float32", max_tokens=4
-    )[0]
+    answer = run_turns(["And then?"], session=session, model=model, dtype="float32", max_tokens=4)[
+        0
+    ]
     prompt = answer["log"][: answer["tokens"]["prompt"]]
     assert oracle.agrees(prompt, answer["reply_ids"])
     return answer["plan"]["chosen"]

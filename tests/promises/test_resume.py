@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from turns import run_turns, run_turns_in_process
 
 TEXTS = (
@@ -103,7 +104,9 @@ def test_every_side_of_a_block_border_tiny(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [border + side for border in (64, 128, 192, 256) for side in (-1, 0, 1, 2)])
+@pytest.mark.parametrize(
+    "length", [border + side for border in (64, 128, 192, 256) for side in (-1, 0, 1, 2)]
+)
 def test_every_side_of_a_block_border_smollm2(
     length: int, fresh_home: Callable[[str], None], smollm2_gguf: Path
 ) -> None:

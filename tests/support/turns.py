@@ -1,4 +1,4 @@
-"""Turns of a conversation for the tests that prove promises, in this process or in one of their own.
+"""Turns of a conversation for the tests that prove promises, here or in a process of their own.
 
     python turns.py '{"session": null, "texts": ["hi"], "max_tokens": 8, ...}'
 
@@ -67,6 +67,7 @@ def run_turns_in_process(texts: Sequence[str], **options: Any) -> list[dict[str,
     done = subprocess.run(
         [sys.executable, __file__, json.dumps({"texts": list(texts), **options})],
         env=child_environment(),
+        check=False,
         capture_output=True,
         text=True,
         timeout=300,
