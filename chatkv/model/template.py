@@ -176,7 +176,7 @@ class ChatTemplate:
         only texts of control tokens are marked, which are what matters. None where even that
         renders differently.
         """
-        for pattern in (re.compile(r"\S"), self._control):
+        for pattern in (re.compile(r"\S+"), self._control):
             marked = [_mark(message, index, pattern) for index, message in enumerate(messages)]
             try:
                 found = _compare(text, self._render(marked, add_generation_prompt))

@@ -77,7 +77,7 @@ def machine_name() -> str:
 
 @dataclass
 class CostFile:
-    """The rates of all models on this machine, one JSON file in the cache; losing it is harmless."""
+    """The rates of all models on this machine, one JSON file in the cache; may be deleted."""
 
     path: Path
 

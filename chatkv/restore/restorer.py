@@ -252,7 +252,7 @@ class Restorer:
         return self.disk.writer.submit(self.disk.namespace, self.layout, [block])
 
     def _bits(self, sequence: TokenSequence) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """The sequence's KV in the pool as bits: [layers, 2, kv_heads, capacity, head_dim], a view."""
+        """View of the sequence's KV as bits: [layers, 2, kv_heads, capacity, head_dim]."""
         slots = self.engine.pool.slots(sequence.run, 0, sequence.run.capacity)
         kind = torch.uint32 if slots.dtype == torch.float32 else torch.uint16
         return slots.view(kind).numpy()

@@ -197,7 +197,7 @@ class Conversation:
             self.sequence, logits, sampler, stop_ids, options.max_tokens, listener.cancelled
         )
         finish: FinishReason = "length"
-        for token, logits in steps:
+        for token, logits in steps:  # noqa: B007  # the last ones are the result
             clock.token()
             if token in stop_ids:
                 reply.push_silent(token)

@@ -1,4 +1,4 @@
-"""What goes into a turn and what comes out of it; the names of the JSON that outside scripts read."""
+"""What goes into a turn and what comes out: the names in the JSON that outside scripts read."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Query:
 def parse(text: str) -> Query:
     words: list[str] = []
     others: list[str] = []
-    for piece in text.replace("\0", " ").split():
+    for piece in text.split():
         (words if _is_word(piece) else others).append(piece)
     return Query(words, [folded for folded in map(fold, others) if folded])
 

@@ -91,8 +91,14 @@ def test_greedy_takes_the_largest_and_draws_nothing() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"temperature": -1}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1}, {"min_p": 2}]
-    + [{"temperature": float("nan")}],
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"min_p": 2},
+    ],
 )
 def test_nonsense_is_refused(fields: dict[str, float]) -> None:
     with pytest.raises(UsageError, match="makes no sense"):

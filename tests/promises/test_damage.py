@@ -56,9 +56,12 @@ def right_and_reported(damaged: dict[str, Any], clean: dict[str, Any]) -> None:
 
 
 def stored_values() -> dict[bytes, bytes]:
-    with BlockStore(folders().kv) as store, store.env.read() as txn:
-        with txn.cursor(store.db["values"]) as cursor:
-            return {bytes(key): bytes(value) for key, value in cursor}
+    with (
+        BlockStore(folders().kv) as store,
+        store.env.read() as txn,
+        txn.cursor(store.db["values"]) as cursor,
+    ):
+        return {bytes(key): bytes(value) for key, value in cursor}
 
 
 def overwrite(key: bytes, value: bytes | None, database: str = "values") -> None:

@@ -31,7 +31,7 @@ from turns import run_turns
 STORY = (
     "Here is a story. A fisherman lived by the sea with his wife and their old grey cat. Every "
     "morning he rowed out before the sun was up, and every evening he came back and told the cat "
-    "what he had seen: whales, storms, ships with red sails. One day he came back and said nothing. "
+    "what he had seen: whales, storms, ships with red sails. One day he came back and was silent. "
 )
 
 

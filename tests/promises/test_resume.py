@@ -5,6 +5,7 @@ Same tokens, and the last logits equal bit for bit, wherever the history ends.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def test_five_turns_in_five_processes_equal_one_process(
         session = apart[-1]["session"]
     same(together, apart)
     assert apart[0]["session"] != together[0]["session"]
-    for before, turn in zip(apart, apart[1:], strict=False):
+    for before, turn in itertools.pairwise(apart):
         # Everything that was ever computed came from disk: all but the token sampled last.
         assert turn["tokens"]["loaded"] == len(before["log"]) - 1
         assert turn["tokens"]["reused"] == 0

@@ -24,7 +24,7 @@ Checkpoint = Callable[..., Path]
 
 @pytest.fixture
 def model(home: Path, tiny_checkpoint: Checkpoint) -> str:
-    return str(tiny_checkpoint("smollm"))
+    return str(tiny_checkpoint("llama3"))
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def test_a_reply_ends_where_the_context_ends(model: str) -> None:
 def test_a_template_that_rewrites_history_is_reported(
     home: Path, tiny_checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    folder = shutil.copytree(tiny_checkpoint("smollm"), tmp_path / "model")
+    folder = shutil.copytree(tiny_checkpoint("llama3"), tmp_path / "model")
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text())
     config["chat_template"] = config["chat_template"].replace(
@@ -153,7 +153,7 @@ def test_another_tokenizer_is_refused(
 ) -> None:
     with opened(model) as chat:
         session = say(chat, "hello").session
-    other = shutil.copytree(tiny_checkpoint("smollm"), tmp_path / "other")
+    other = shutil.copytree(tiny_checkpoint("llama3"), tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
     first, second = list(vocab)[10:12]

@@ -6,11 +6,11 @@ import json
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from chatkv_store.conversations import Conversations, Session, Turn
 from chatkv_store.errors import (
@@ -268,10 +268,11 @@ def test_deleting_drops_only_what_no_other_session_reaches(store: Conversations)
     for text in "abcd":
         say(store, session, text)
     fork = store.fork(session.id, at_turn=2)
-    fork_of_fork = store.fork(fork.id)
+    say(store, fork, "e")
+    fork_of_fork = store.fork(fork.id, at_turn=2)
     assert store.delete_session(session.id) == 2
-    assert texts(store, fork) == ["a", "b"]
-    assert store.delete_session(fork.id) == 0
+    assert texts(store, fork) == ["a", "b", "e"]
+    assert store.delete_session(fork.id) == 1
     assert texts(store, fork_of_fork) == ["a", "b"]
     assert store.delete_session(fork_of_fork.id) == 2
     with pytest.raises(SessionNotFound):
@@ -302,82 +303,57 @@ def test_deleted_words_are_gone_from_the_file(store: Conversations) -> None:
             assert b"ordinary words" in content or not file.name.endswith("sqlite3")
 
 
-class Branches(RuleBasedStateMachine):
-    """Forks, undo and deletion in any order, against a model of plain lists."""
-
-    sessions = Bundle("sessions")
-
-    def __init__(self) -> None:
-        super().__init__()
-        import tempfile
-
-        self.folder = tempfile.TemporaryDirectory()
-        self.store = Conversations(Path(self.folder.name) / "c.sqlite3")
-        # Nothing is killed here, and waiting for the disk would take most of the time.
-        self.store._database._conn.execute("PRAGMA synchronous=OFF")
-        self.model: dict[str, list[str]] = {}
-        self.said = 0
-
-    def teardown(self) -> None:
-        self.store.close()
-        self.folder.cleanup()
-
-    @rule(target=sessions)
-    def create(self) -> Session:
-        session = self.store.create_session()
-        self.model[session.id] = []
-        return session
-
-    @rule(session=sessions)
-    def talk(self, session: Session) -> None:
-        self.said += 1
-        say(self.store, session, str(self.said))
-        self.model[session.id].append(str(self.said))
-
-    @rule(target=sessions, session=sessions, data=st.data())
-    def fork(self, session: Session, data: st.DataObject) -> Session:
-        at_turn = data.draw(st.integers(0, len(self.model[session.id])))
-        fork = self.store.fork(session.id, at_turn)
-        self.model[fork.id] = self.model[session.id][:at_turn]
-        return fork
-
-    @rule(session=sessions, data=st.data())
-    def undo(self, session: Session, data: st.DataObject) -> None:
-        keep = data.draw(st.integers(0, len(self.model[session.id])))
-        chain = self.store.chain(session.id)
-        with self.store.lease(session.id):
-            self.store.move_head(session.id, chain[keep - 1].id if keep else None)
-        self.model[session.id] = self.model[session.id][:keep]
-
-    @rule(session=consumes(sessions))
-    def delete(self, session: Session) -> None:
-        self.store.delete_session(session.id)
-        del self.model[session.id]
-
-    @invariant()
-    def every_session_reads_as_the_model_says(self) -> None:
-        listed = {session.id: session for session in self.store.list_sessions()}
-        assert listed.keys() == self.model.keys()
-        for session_id, said in self.model.items():
-            assert texts(self.store, listed[session_id]) == said
-            assert listed[session_id].num_turns == len(said)
-
-    @invariant()
-    def no_turn_is_without_a_living_owner(self) -> None:
-        with self.store._database.read() as conn:
-            lost = conn.execute(
-                "SELECT count(*) FROM turns WHERE session_id NOT IN (SELECT id FROM sessions)"
-            ).fetchone()
-            broken = conn.execute("PRAGMA foreign_key_check").fetchall()
-            left = conn.execute("SELECT count(*) FROM turns").fetchone()
-        assert lost == (0,) and broken == []
-        assert self.model or left == (0,), "turns outlived all sessions"
+OPERATIONS = st.sampled_from(["create", "talk", "talk", "talk", "fork", "fork", "undo", "delete"])
 
 
-Branches.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, derandomize=True, database=None
+@given(
+    st.lists(
+        st.tuples(OPERATIONS, st.integers(0, 99), st.integers(0, 99)), min_size=15, max_size=40
+    )
 )
-TestBranches = Branches.TestCase
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+def test_any_history_of_branches_reads_as_a_model_of_plain_lists_says(
+    operations: list[tuple[str, int, int]],
+) -> None:
+    """`operations`: what to do, to which session (modulo), at which turn (modulo)."""
+    with TemporaryDirectory() as folder, Conversations(Path(folder) / "c.sqlite3") as store:
+        # Nothing is killed here, and waiting for the disk would take most of the time.
+        store._database._conn.execute("PRAGMA synchronous=OFF")
+        model: dict[str, list[str]] = {store.create_session().id: []}
+        for number, (operation, session_number, turn_number) in enumerate(operations):
+            if operation == "create" or not model:
+                model[store.create_session().id] = []
+                continue
+            session = store.get_session(list(model)[session_number % len(model)])
+            said = model[session.id]
+            turn = turn_number % (len(said) + 1)
+            if operation == "talk":
+                say(store, session, str(number))
+                model[session.id] = [*said, str(number)]
+            elif operation == "fork":
+                model[store.fork(session.id, turn).id] = said[:turn]
+            elif operation == "undo":
+                chain = store.chain(session.id)
+                with store.lease(session.id):
+                    store.move_head(session.id, chain[turn - 1].id if turn else None)
+                model[session.id] = said[:turn]
+            else:
+                store.delete_session(session.id)
+                del model[session.id]
+                assert_reads_as(store, model)
+        assert_reads_as(store, model)
+
+
+def assert_reads_as(store: Conversations, model: dict[str, list[str]]) -> None:
+    listed = {session.id: session for session in store.list_sessions()}
+    assert listed.keys() == model.keys()
+    for session_id, said in model.items():
+        assert texts(store, listed[session_id]) == said
+        assert listed[session_id].num_turns == len(said)
+    with store._database.read() as conn:
+        unowned = "SELECT count(*) FROM turns WHERE session_id NOT IN (SELECT id FROM sessions)"
+        assert conn.execute(unowned).fetchone() == (0,), "a turn without a living owner"
+        assert conn.execute("PRAGMA foreign_key_check").fetchall() == []
 
 
 # --- the outside of the file --------------------------------------------------------------------

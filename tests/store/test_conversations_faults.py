@@ -136,6 +136,21 @@ def test_a_new_file_on_a_full_disk_is_one_clear_line(small_disk: Path) -> None:
     assert "disk is full" in one_line(caught.value, small_disk / "c.sqlite3")
 
 
+@pytest.mark.parametrize("free_bytes", [0, 1 << 30])
+def test_an_io_error_on_a_full_disk_is_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int
+) -> None:
+    """Where a disk without room shows: SQLite's shared memory reports an I/O error."""
+    with Conversations(tmp_path / "c.sqlite3") as store:
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE
+        free = os.statvfs_result((4096, 4096, 100, 0, free_bytes // 4096, 0, 0, 0, 0, 255))
+        monkeypatch.setattr(os, "statvfs", lambda _: free)
+        with pytest.raises(StoreError) as caught, store._database.write():
+            raise error
+        assert isinstance(caught.value, StoreFull) == (free_bytes == 0)
+
+
 # --- read-only ----------------------------------------------------------------------------------
 
 
@@ -294,6 +309,26 @@ def test_a_file_cut_short_is_reported_as_damaged(long_file: tuple[Path, str]) ->
     with pytest.raises(StoreDamaged) as caught:
         use_everything(path, session_id)
     one_line(caught.value, path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE sessions SET settings = '{'",
+        "UPDATE turns SET reply_ids = x'010203'",
+        "UPDATE turns SET seed = 'x'",
+        "UPDATE turns SET stats = '{'",
+    ],
+)
+def test_a_record_that_makes_no_sense_is_named(tmp_path: Path, change: str) -> None:
+    """SQLite's own checks do not cover what the columns mean."""
+    with Conversations(tmp_path / "c.sqlite3") as store:
+        session = store.create_session()
+        turn = say(store, session, "hello")
+        store._database._conn.execute(change)
+        with pytest.raises(StoreDamaged, match=f"{session.id}|{turn.id}") as caught:
+            store.chain(session.id)
+        assert "\n" not in str(caught.value)
 
 
 # --- neighbours ---------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -164,6 +165,25 @@ def test_many_takers_never_hold_it_together(path: Path) -> None:
         for thread in threads:
             thread.join()
     assert overlaps == [0] and taken[0] >= 60
+
+
+def test_a_lock_on_a_file_that_was_just_removed_is_no_lease(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last holder may remove the file between our opening and our locking it."""
+    with Conversations(path) as one, Conversations(path) as two:
+        session = one.create_session()
+        flock = fcntl.flock
+
+        def released_meanwhile(file: int, operation: int) -> None:
+            monkeypatch.setattr(fcntl, "flock", flock)
+            (lock,) = path.parent.rglob("*.lock")
+            lock.unlink()
+            flock(file, operation)
+
+        monkeypatch.setattr(fcntl, "flock", released_meanwhile)
+        with one.lease(session.id), pytest.raises(StoreBusy), two.lease(session.id):
+            pytest.fail("two writers in one session")
 
 
 def test_a_lease_needs_a_session_and_leaves_no_file(path: Path) -> None:
