@@ -29,5 +29,9 @@ def command(*arguments: str) -> list[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """What a child process needs to find the packages under test and the test's home."""
-    return {**os.environ, "PYTHONPATH": PYTHONPATH, **more}
+    """What a child process needs to find the packages under test and the test's home.
+
+    Its output is buffered as a user's is, also where the tests' own is not.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return {**inherited, "PYTHONPATH": PYTHONPATH, **more}
