@@ -114,9 +114,22 @@ class Database:
         return conn
 
     def _check_origin(self, conn: sqlite3.Connection) -> None:
-        if migrations.is_foreign(conn):
+        """Raise for files that are not ours or not yet known, before anything is written.
+
+        In one transaction, so that a file which another process is just creating is seen either
+        empty or complete.
+        """
+        began_here = not conn.in_transaction
+        if began_here:
+            conn.execute("BEGIN")
+        try:
+            is_foreign, found = migrations.is_foreign(conn), migrations.version(conn)
+        finally:
+            if began_here and conn.in_transaction:
+                conn.execute("ROLLBACK")
+        known = len(migrations.MIGRATIONS)
+        if is_foreign:
             raise StoreDamaged(f"{self.path} is not a conversations file of chatkv; move it away")
-        found, known = migrations.version(conn), len(migrations.MIGRATIONS)
         if found > known:
             raise StoreVersionError(
                 f"{self.path} was written by a newer chatkv (format {found}, this one knows up to "

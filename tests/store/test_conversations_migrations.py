@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from chatkv_store import conversations, migrations
+from chatkv_store import migrations
 from chatkv_store.conversations import Conversations
 from chatkv_store.errors import StoreDamaged, StoreVersionError
 
 V1 = Path(__file__).with_name("conversations_v1.sql")
-STORE_FOLDER = str(Path(conversations.__file__).parents[1])
 
 
 @pytest.fixture
@@ -117,31 +116,28 @@ def test_another_programs_database_is_refused_and_left_alone(tmp_path: Path) -> 
     assert path.read_bytes() == before
 
 
+def create_when_told(path: Path, start: Any, answers: Any) -> None:
+    start.wait()
+    try:
+        with Conversations(path) as store:
+            answers.put(store.create_session().id)
+    except BaseException as error:
+        answers.put(repr(error))
+
+
 def test_processes_that_open_a_new_file_at_once_all_succeed(tmp_path: Path) -> None:
-    opener = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from pathlib import Path\n"
-        "from chatkv_store.conversations import Conversations\n"
-        "sys.stdin.readline()\n"
-        "print(Conversations(Path(sys.argv[2])).create_session().id)\n"
-    )
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", opener, STORE_FOLDER, str(tmp_path / "c.sqlite3")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(6)
-    ]
-    for child in children:
-        assert child.stdin is not None
-        child.stdin.write("\n")
-        child.stdin.flush()
-    answers = [child.communicate(timeout=60) for child in children]
-    assert [errors for _, errors in answers] == [""] * 6
-    with Conversations(tmp_path / "c.sqlite3") as store:
-        assert {session.id for session in store.list_sessions()} == {
-            said.strip() for said, _ in answers
-        }
+    """They race for the schema and for the switch to WAL; twenty rounds find most of it."""
+    fork = multiprocessing.get_context("fork")
+    for round in range(20):
+        path = tmp_path / str(round) / "c.sqlite3"
+        start, answers = fork.Barrier(8), fork.Queue()
+        children = [
+            fork.Process(target=create_when_told, args=(path, start, answers)) for _ in range(8)
+        ]
+        for child in children:
+            child.start()
+        made = {answers.get(timeout=60) for _ in children}
+        for child in children:
+            child.join()
+        with Conversations(path) as store:
+            assert {session.id for session in store.list_sessions()} == made
