@@ -91,16 +91,7 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> Rendered:
         """The whole conversation as text, as transformers' apply_chat_template renders it."""
-        text = self._render(messages, add_generation_prompt)
-        spans = self._find_contents(messages, add_generation_prompt, text)
-        if spans is None:
-            if any(self._control.search(content) for content in _contents(messages)):
-                raise ModelError(
-                    "the chat template changes a message that holds control tokens, so that they "
-                    "cannot be told from its own"
-                )
-            spans = ()
-        return Rendered(text, spans)
+        return self._render_with_spans(messages, add_generation_prompt)
 
     def continuation(
         self, messages: Sequence[Message], add_generation_prompt: bool = True
@@ -114,10 +105,10 @@ class ChatTemplate:
         replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not replies:
             raise ModelError("a continuation needs a reply to continue from")
+        last = replies[-1]
         mark = _unused_mark(_contents(messages))
-        marked = [*messages]
-        marked[replies[-1]] = {**messages[replies[-1]], "content": mark}
-        rendered = self.render(marked, add_generation_prompt)
+        marked = [*messages[:last], {**messages[last], "content": mark}, *messages[last + 1 :]]
+        rendered = self._render_with_spans(marked, add_generation_prompt, first=last + 1)
         cut = rendered.text.rfind(mark) + 1
         if cut == 0:
             raise ModelError("the chat template leaves out earlier replies: it cannot be continued")
@@ -166,8 +157,23 @@ class ChatTemplate:
         except Exception as error:
             raise _failure(error) from error
 
+    def _render_with_spans(
+        self, messages: Sequence[Message], add_generation_prompt: bool, first: int = 0
+    ) -> Rendered:
+        """Text, and the places in it of contents of messages[first:], if not of others."""
+        text = self._render(messages, add_generation_prompt)
+        spans = self._find_contents(messages, add_generation_prompt, first, text)
+        if spans is None:
+            if any(self._control.search(content) for content in _contents(messages[first:])):
+                raise ModelError(
+                    "the chat template changes a message that holds control tokens, so that they "
+                    "cannot be told from its own"
+                )
+            spans = ()
+        return Rendered(text, spans)
+
     def _find_contents(
-        self, messages: Sequence[Message], add_generation_prompt: bool, text: str
+        self, messages: Sequence[Message], add_generation_prompt: bool, first: int, text: str
     ) -> tuple[tuple[int, int], ...] | None:
         """Where contents stand in `text`, by a second rendering with marks in their place.
 
@@ -177,7 +183,8 @@ class ChatTemplate:
         renders differently.
         """
         for pattern in (re.compile(r"\S+"), self._control):
-            marked = [_mark(message, index, pattern) for index, message in enumerate(messages)]
+            marked = [*messages[:first]]
+            marked += [_mark(m, i, pattern) for i, m in enumerate(messages[first:], first)]
             try:
                 found = _compare(text, self._render(marked, add_generation_prompt))
             except ModelError:  # templates may refuse what they do not recognise
