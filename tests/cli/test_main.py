@@ -96,10 +96,14 @@ def test_wrong_usage_exits_with_2(program: Program, arguments: list[str]) -> Non
     assert done.code == 2 and done.out == "" and "Usage: chatkv" in done.err
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(talk: Callable[..., object], home: Path) -> None:
+@pytest.mark.parametrize("arguments", [["show", "long"], ["ls", "--format", "csv"]])
+def test_a_reader_that_has_seen_enough_is_no_error(
+    talk: Callable[..., object], arguments: list[str]
+) -> None:
+    """Long output breaks off while it is written, a short one when it is flushed."""
     talk("long", [("q", "word " * 200_000)])
     child = subprocess.Popen(
-        command("sessions", "show", "long"),
+        command("sessions", *arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment(),
