@@ -5,6 +5,7 @@ Everything here may be deleted without losing a word of any conversation.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterable
@@ -104,7 +105,7 @@ def show(output: Output, session: str) -> None:
         **_row(share),
         "namespace": found.namespace,
         "raw_bytes": share.raw_bytes,
-        "layout": info.get("layout"),
+        "layout": json.loads(info["layout"]) if "layout" in info else None,
         "miss": share.miss,
     }
     if not output.is_human:

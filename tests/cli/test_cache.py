@@ -129,6 +129,7 @@ def test_what_no_session_uses_is_counted(program: Program, cached: dict[str, Ses
 def test_show_tells_what_a_session_has(program: Program, cached: dict[str, Session]) -> None:
     shown = json.loads(program("cache", "show", "main", "--json").out)
     assert (shown["stored_tokens"], shown["miss"], shown["namespace"]) == (21, None, SPACE.hex())
+    assert KVLayout(**shown["layout"]) == LAYOUT
     assert shown["raw_bytes"] == 21 * RAW_BYTES_PER_TOKEN
     bare = program("cache", "show", cached["bare"].id[:26])
     assert bare.code == 0 and "stored     0" in bare.out and "not stored" in bare.out
