@@ -1,184 +1,235 @@
-"""The common form of every benchmark: figures beside their baselines, as a table or as JSON.
+#!/usr/bin/env python
+"""What all benchmarks share: figures beside their baselines, as JSON, a table or a picture.
 
-A figure is measured in the same run as its baseline. `goal` is a comparison with the value or the
-ratio, such as ">= 20x" or "<= 1.5 GB"; `meets` is null where it could not be measured, and the
-note says why.
+    def measure(options: Options) -> list[Figure]: ...
+
+    if __name__ == "__main__":
+        run("what this measures", measure)
+
+gives a script the arguments --quick, --json FILE|- and --plot FILE.png. Run by itself, this prints
+the machine and the versions alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import operator
 import os
 import platform
-import re
 import statistics
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
 
-_COMPARE = {">=": operator.ge, "<=": operator.le}
-_GOAL = re.compile(r"(>=|<=)\s*([\d.]+)\s*(.*)")
+PACKAGES = ("chatkv", "torch", "numpy", "lmdb", "zstandard", "xxhash", "transformers")
+
+
+@dataclass(frozen=True)
+class Options:
+    quick: bool  # under a minute on two cores: smaller sizes, the same figures
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number. A goal whose unit is "x" speaks of the ratio to the baseline."""
+    """One measured value beside its baseline from the same run.
+
+    `goal` is for `goal_of`: the value itself, or its ratio to the baseline. A `value` of None says
+    that it could not be measured here, and `note` says why.
+    """
 
     name: str
     value: float | None
     unit: str
     baseline: float | None = None
     baseline_name: str | None = None
-    goal: str | None = None
+    goal: float | None = None
+    goal_of: Literal["value", "ratio"] = "ratio"
+    goal_is: Literal[">=", "<="] = ">="
     note: str | None = None
-    inverse: bool = False  # a time: the ratio is baseline / value, so that more is better
+    less_is_better: bool = False  # a time or a size: the ratio says how many times less it is
 
     @property
     def ratio(self) -> float | None:
+        """The value in units of the baseline, or the other way round where less is better."""
         if not self.value or not self.baseline:
             return None
-        return self.baseline / self.value if self.inverse else self.value / self.baseline
+        return self.baseline / self.value if self.less_is_better else self.value / self.baseline
 
     @property
     def meets(self) -> bool | None:
-        if self.goal is None:
+        """Whether the goal is met; None where there is no goal or nothing could be measured."""
+        reached = self.value if self.goal_of == "value" else self.ratio
+        if reached is None or self.goal is None:
             return None
-        parsed = _GOAL.fullmatch(self.goal)
-        assert parsed, f"a goal reads like '>= 20x', not {self.goal!r}"
-        measured = self.ratio if parsed[3] == "x" else self.value
-        return None if measured is None else _COMPARE[parsed[1]](measured, float(parsed[2]))
+        return reached >= self.goal if self.goal_is == ">=" else reached <= self.goal
 
-    def to_json(self) -> dict[str, Any]:
-        fields = ("name", "value", "unit", "baseline", "baseline_name", "ratio", "goal", "meets")
-        entry = {name: getattr(self, name) for name in fields}
-        return entry | ({"note": self.note} if self.note else {})
-
-
-@dataclass
-class Report:
-    """The figures of one run, printed as they were asked for."""
-
-    title: str
-    arguments: argparse.Namespace
-    figures: list[Figure] = field(default_factory=list)
-
-    def add(self, figure: Figure) -> None:
-        """Add a figure; on a terminal it is seen at once."""
-        self.figures.append(figure)
-        print(f"  {_line(figure)}", file=sys.stderr, flush=True)
-
-    def finish(self) -> None:
-        """Print the table, or write the JSON."""
-        if self.arguments.json is None:
-            _print_table(self)
-            return
-        text = json.dumps(
-            {
-                "title": self.title,
-                "machine": machine(),
-                "versions": versions(),
-                "figures": [figure.to_json() for figure in self.figures],
-            },
-            indent=2,
-        )
-        if self.arguments.json == "-":
-            print(text)
-        else:
-            with open(self.arguments.json, "w") as file:
-                file.write(text + "\n")
+    def to_dict(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "name": self.name,
+            "value": _rounded(self.value),
+            "unit": self.unit,
+            "baseline": _rounded(self.baseline),
+            "baseline_name": self.baseline_name,
+            "ratio": _rounded(self.ratio),
+            "goal": self.goal,
+            "goal_of": self.goal_of,
+            "goal_is": self.goal_is,
+            "meets": self.meets,
+        }
+        if self.note is not None:
+            fields["note"] = self.note
+        return fields
 
 
-def arguments(description: str, **extra: dict[str, Any]) -> argparse.Namespace:
-    """The command line of a benchmark: --quick, --json, and what it needs itself."""
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="under a minute, smaller sizes")
-    parser.add_argument("--json", metavar="FILE", help="write JSON to FILE, or - for stdout")
-    for name, options in extra.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", **options)
-    return parser.parse_args()
+def run(description: str, measure: Callable[[Options], list[Figure]]) -> None:
+    """Read the arguments, measure, and print or write what came out."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, under a minute")
+    parser.add_argument("--json", metavar="FILE", help="write JSON to FILE, or to stdout for -")
+    parser.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the ratios")
+    arguments = parser.parse_args()
+
+    figures = measure(Options(quick=arguments.quick))
+    where = machine()
+    report = {
+        "machine": where,
+        "versions": versions(),
+        "figures": [figure.to_dict() for figure in figures],
+    }
+    if arguments.json == "-":
+        json.dump(report, sys.stdout, indent=2)
+        print()
+    elif arguments.json:
+        Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    else:
+        print(table(where, figures))
+    if arguments.plot:
+        plot(arguments.plot, description, figures)
 
 
-def median_s(run: Callable[[], object], repeat: int = 5) -> float:
-    """Median seconds of `repeat` runs, after one that warms up."""
-    import time
+def say(text: str) -> None:
+    """Progress, on stderr."""
+    print(text, file=sys.stderr, flush=True)
 
-    run()
-    times = []
-    for _ in range(repeat):
-        began = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+
+def seconds(work: Callable[[], object], before: Callable[[], object] | None = None) -> float:
+    """How long one run of `work` takes; `before` runs first and is not counted."""
+    if before is not None:
+        before()
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def median_seconds(
+    work: Callable[[], object], repeats: int = 5, before: Callable[[], object] | None = None
+) -> float:
+    """The median of `repeats` runs of `work`."""
+    return statistics.median(seconds(work, before) for _ in range(repeats))
 
 
 def machine() -> dict[str, Any]:
-    """Where this was measured."""
-    name = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo") as lines:
-            name = next(line.split(":")[1].strip() for line in lines if "model name" in line)
-    except (OSError, StopIteration):
-        pass
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "cpu": name,
-        "threads": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory / 2**30, 1),
+    """The processor, its cores, the memory and the system; the GPU where torch sees one."""
+    found: dict[str, Any] = {
+        "cpu": _line_value("/proc/cpuinfo", "model name") or platform.processor(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "memory_gib": None,
         "system": f"{platform.system()} {platform.release()}",
-        "load_average": os.getloadavg()[0],
+        "gpu": None,
     }
+    memory = _line_value("/proc/meminfo", "MemTotal")
+    if memory is not None:
+        found["memory_gib"] = round(int(memory.split()[0]) / (1 << 20), 1)
+    torch = sys.modules.get("torch")  # not imported for this alone
+    if torch is not None and torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
 
 
 def versions() -> dict[str, str]:
-    """What it was measured with."""
+    """Python and the installed packages that matter to a figure."""
     found = {"python": platform.python_version()}
-    for name in ("chatkv", "torch", "transformers", "lmdb", "zstandard", "numpy"):
+    for name in PACKAGES:
         try:
-            found[name] = version(name)
-        except PackageNotFoundError:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
             continue
     return found
 
 
-def _line(figure: Figure) -> str:
-    value = "not measured" if figure.value is None else f"{_round(figure.value)} {figure.unit}"
-    ratio = f", {figure.ratio:.2f}x" if figure.ratio is not None else ""
-    return f"{figure.name}: {value}{ratio}"
-
-
-def _print_table(report: Report) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=report.title, title_justify="left", box=None, pad_edge=False)
-    for column in ("FIGURE", "VALUE", "BASELINE", "RATIO", "GOAL", ""):
-        table.add_column(column, justify="right" if column in ("VALUE", "RATIO") else "left")
-    words = {True: "met", False: "MISSED", None: ""}
-    for figure in report.figures:
+def table(where: dict[str, Any], figures: list[Figure]) -> str:
+    """Figures as aligned text, their notes below."""
+    rows = [("figure", "value", "baseline", "ratio", "goal", "meets")]
+    for figure in figures:
+        goal = ""
+        if figure.goal is not None:
+            goal = f"{figure.goal_is} {figure.goal:g}{'x' if figure.goal_of == 'ratio' else ''}"
         baseline = ""
-        if figure.baseline is not None:
-            baseline = f"{_round(figure.baseline)} {figure.unit} ({figure.baseline_name})"
-        table.add_row(
-            figure.name,
-            "-" if figure.value is None else f"{_round(figure.value)} {figure.unit}",
-            baseline,
-            "" if figure.ratio is None else f"{figure.ratio:.2f}x",
-            figure.goal or "",
-            words[figure.meets],
+        if figure.baseline_name:
+            baseline = f"{_short(figure.baseline)} ({figure.baseline_name})"
+        rows.append(
+            (
+                figure.name,
+                f"{_short(figure.value)} {figure.unit}",
+                baseline,
+                f"{figure.ratio:.2f}x" if figure.ratio is not None else "",
+                goal,
+                {True: "yes", False: "no", None: ""}[figure.meets],
+            )
         )
-    # A pipe has no width of its own; 120 keeps every row on one line.
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(table)
-    for figure in report.figures:
-        if figure.note:
-            console.print(f"{figure.name}: {figure.note}", style="dim")
-    where = machine()
-    console.print(f"{where['cpu']}, {where['threads']} threads, {where['system']}", style="dim")
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [f"{where['cpu']}, {where['cores']} cores, {where['system']}", ""]
+    lines += [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    lines += [f"{figure.name}: {figure.note}" for figure in figures if figure.note]
+    return "\n".join(lines)
 
 
-def _round(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+def plot(path: Path, title: str, figures: list[Figure]) -> None:
+    """Each figure's ratio to its baseline as a bar, its goal as a mark."""
+    try:
+        from matplotlib.figure import (  # type: ignore[import-not-found,unused-ignore]
+            Figure as Picture,
+        )
+    except ImportError:
+        raise SystemExit("--plot needs matplotlib: pip install matplotlib") from None
+    drawn = [figure for figure in figures if figure.ratio is not None]
+    picture = Picture(figsize=(8, 1 + 0.5 * len(drawn)), layout="constrained")
+    axes = picture.subplots()
+    axes.barh([figure.name for figure in drawn], [figure.ratio for figure in drawn])
+    for row, figure in enumerate(drawn):
+        if figure.goal is not None and figure.goal_of == "ratio":
+            axes.plot([figure.goal] * 2, [row - 0.4, row + 0.4], color="black")
+    axes.axvline(1, color="grey", linewidth=0.8)
+    axes.invert_yaxis()
+    axes.set_xlabel("times the baseline")
+    axes.set_title(title)
+    picture.savefig(path)
+
+
+def _line_value(path: str, name: str) -> str | None:
+    """The text after the colon of the line `name` in one of Linux' information files."""
+    try:
+        with open(path, encoding="utf-8") as lines:
+            return next((x.split(":", 1)[1].strip() for x in lines if x.startswith(name)), None)
+    except OSError:
+        return None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+if __name__ == "__main__":
+    run(__doc__.splitlines()[0], lambda options: [])
