@@ -57,6 +57,22 @@ HOSTILE = {
     "{% for i in range(9999) %}{% set n.x = n.x + [big[1:]] %}{% endfor %}",
     "upper copies": "{% set n = namespace(x=[]) %}{% set big = 'a' * 900000 %}"
     "{% for i in range(9999) %}{% set n.x = n.x + [big | upper] %}{% endfor %}",
+    "comparing": "{% set n = namespace(x=[1], y=[1]) %}{% for i in range(60) %}"
+    "{% set n.x = [n.x, n.x] %}{% set n.y = [n.y, n.y] %}{% endfor %}{{ n.x == n.y }}",
+    "hashing": "{% set n = namespace(x=(1,)) %}{% for i in range(60) %}"
+    "{% set n.x = (n.x, n.x) %}{% endfor %}{{ {n.x: 1} | length }}",
+    "nested dicts": "{% set n = namespace(x={}) %}{% for i in range(60) %}"
+    "{% set n.x = dict(a=n.x, b=n.x) %}{% endfor %}{{ n.x == n.x.copy() }}",
+    "recursive loop": "{% for i in range(90000) recursive %}"
+    "{% if loop.depth < 4 %}{{ loop(range(90000)) }}{% endif %}{% endfor %}",
+    "recursive text": "{% for i in [1] recursive %}"
+    + "x" * 9999
+    + "{% if loop.depth < 2 %}{{ loop(range(90000)) }}{% endif %}{% endfor %}",
+    "translate": "{{ 'a'.translate({97: 'b' * 90000}) }}",
+    "bytes": "{{ ('a'.encode() * 90000) * 90000 }}",
+    "number to bytes": "{{ (5).to_bytes(100000) * 100000 }}",
+    "join a generator": "{% set x = 'a' * 90000 %}{{ x.join(range(90000) | map('string')) }}",
+    "sum": "{{ ([[1] * 90000] * 90000) | sum(start=[]) }}",
     "lipsum": "{{ lipsum(n=100000) }}",
     "long source": "x" * 1_000_000,
 }
