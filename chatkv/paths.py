@@ -36,7 +36,9 @@ class Folders:
     def make(self) -> Folders:
         """Create the folders, readable by their owner alone; returns self."""
         for folder in (self.data, self.cache, self.config, self.runtime):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # One by one: `parents=True` would leave the folder above readable by everybody.
+            for missing in reversed([p for p in (folder, *folder.parents) if not p.exists()]):
+                missing.mkdir(mode=0o700, exist_ok=True)
         return self
 
 
@@ -46,8 +48,12 @@ def folders() -> Folders:
     if home:
         root = Path(home).expanduser().absolute()
         return Folders(root / "data", root / "cache", root / "config", root / "run")
+    import warnings
+
     import platformdirs
 
+    # Without XDG_RUNTIME_DIR it takes a folder in /tmp, which suits us, and warns about it.
+    warnings.filterwarnings("ignore", module="platformdirs")
     dirs = platformdirs.PlatformDirs("chatkv", appauthor=False)
     return Folders(
         Path(dirs.user_data_dir),
