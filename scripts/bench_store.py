@@ -25,8 +25,8 @@ from bench_common import Figure, Options, median_seconds, run, say, seconds
 
 from chatkv_store import BlockStore, KVLayout, NewBlock, block_key, load_blocks, namespace
 from chatkv_store import codec as codecs
-from chatkv_store.blocks import value_key
 from chatkv_store.loader import default_threads
+from chatkv_store.tables import value_key
 
 HISTORY_TOKENS = 4096
 REPEATS = 5

@@ -1,93 +1,39 @@
-"""The block store: KV found by the tokens that made it.
-
-Five sub-databases of one LMDB environment:
-
-    meta         "format" -> version of the whole store
-    namespaces   namespace -> JSON for people: model name, layout, ...
-    blocks       block key -> header (header.py)
-    values       block key + value number -> payload (codec.py)
-    children     parent's key -> first token id + block key, one entry per child
-
-`children` lets the last, partly matching block be found: KV of a token depends on the tokens up to
-it only, so the front of any block is good for as many tokens as agree.
-"""
+"""The block store: KV found by the tokens that made it, verified whenever it is read."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chatkv_store import header as headers
+from chatkv_store.chain import Match as Match
+from chatkv_store.chain import NewBlock as NewBlock
+from chatkv_store.chain import PutResult as PutResult
+from chatkv_store.chain import RunResult as RunResult
+from chatkv_store.chain import StoredBlock as StoredBlock
 from chatkv_store.environment import START_MAP_BYTES, Environment, remove_files
-from chatkv_store.errors import BlockMiss, StoreDamaged, StoreError, StoreVersionError
-from chatkv_store.header import BlockHeader, HeaderDamaged, ValueEntry
-from chatkv_store.keys import ID_BYTES, KEY_BYTES, block_key, pack_ids
+from chatkv_store.errors import BlockMiss, StoreDamaged, StoreError
+from chatkv_store.header import BlockHeader, HeaderDamaged
+from chatkv_store.keys import ID_BYTES, block_key, pack_ids
 from chatkv_store.layout import KVLayout
+from chatkv_store.saving import Encoded, encode, write
+from chatkv_store.tables import (
+    DATABASES,
+    Tables,
+    check_format,
+    check_hit,
+    next_entries,
+    value_key,
+    wrong_length,
+)
 
 if TYPE_CHECKING:
     from chatkv_store.codec import Bits, Payloads
     from chatkv_store.integrity import Finding
 
-STORE_FORMAT = 1
 COMMIT_BYTES = 32 << 20  # payload per write transaction: bounds its memory and its time
-
-_DATABASES: dict[str, dict[str, bool]] = {
-    "meta": {},
-    "namespaces": {},
-    "blocks": {},
-    "values": {},
-    "children": {"dupsort": True, "dupfixed": True},
-}
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBlock:
-    """A stored block of which the first `num_tokens` tokens are wanted, at position `start`."""
-
-    key: bytes
-    start: int
-    num_tokens: int
-    header: BlockHeader
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The longest stored prefix of some token ids."""
-
-    blocks: list[StoredBlock]
-    num_tokens: int
-    miss: str | None  # why it ends before the last token; None where it does not
-
-
-@dataclass(frozen=True, slots=True)
-class NewBlock:
-    """A block to be stored.
-
-    `parent` is the key of the block before it, or the namespace. `values` holds one array of
-    `KVLayout.value_shape(group, len(token_ids))` per value, or makes it when asked.
-    """
-
-    parent: bytes
-    token_ids: Sequence[int]
-    values: Sequence[Bits] | Callable[[int], Bits]
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    num_blocks: int  # decoded
-    num_bytes: int  # payload bytes read
-    miss: str | None  # why the block after them could not be used
-
-
-@dataclass(frozen=True, slots=True)
-class PutResult:
-    written: int  # blocks
-    skipped: int  # blocks that were stored already
-    num_bytes: int  # payload bytes written
 
 
 class BlockStore:
@@ -115,13 +61,13 @@ class BlockStore:
         def opened() -> Environment:
             env = Environment(
                 self.path,
-                _DATABASES,
+                DATABASES,
                 read_only=read_only,
                 max_bytes=max_bytes,
                 start_map_bytes=start_map_bytes,
             )
             try:
-                _check_format(env)
+                check_format(env)
             except BaseException:
                 env.close()
                 raise
@@ -136,6 +82,7 @@ class BlockStore:
             self.env = opened()
             self.replaced = str(error)
         self.db = self.env.databases
+        self._tables = Tables(self.db)
         self._bad: set[bytes] = set()  # keys of blocks that a read found damaged; put replaces them
 
     def register(self, namespace: bytes, info: dict[str, Any]) -> None:
@@ -163,8 +110,8 @@ class BlockStore:
                 wanted = ids[at : at + block_bytes]
                 key = block_key(parent, wanted)
                 try:
-                    header = self._header(txn, key)
-                    _check_hit(header, namespace, parent, layout)
+                    header = self._tables.header(txn, key)
+                    check_hit(header, namespace, parent, layout)
                 except BlockMiss as error:
                     miss = error.reason
                     break
@@ -174,7 +121,7 @@ class BlockStore:
                 blocks.append(StoredBlock(key, at // ID_BYTES, layout.block_tokens, header))
                 parent, at = key, at + block_bytes
             if at < len(ids):
-                tail = self._longest_child(txn, namespace, parent, ids[at:], layout)
+                tail = self._tables.longest_child(txn, namespace, parent, ids[at:], layout)
                 if tail is not None:
                     key, num_tokens, header = tail
                     blocks.append(StoredBlock(key, at // ID_BYTES, num_tokens, header))
@@ -250,9 +197,9 @@ class BlockStore:
         then stay.
         """
         written = num_bytes = 0
-        batch: list[_Encoded] = []
+        batch: list[Encoded] = []
         for block in self._without_stored(blocks):
-            batch.append(_encode(namespace, layout, block, codec))
+            batch.append(encode(namespace, layout, block, codec))
             if sum(encoded.header.num_payload_bytes for encoded in batch) >= COMMIT_BYTES:
                 done = self._commit(batch)
                 written, num_bytes = written + done[0], num_bytes + done[1]
@@ -269,7 +216,7 @@ class BlockStore:
             some = keys[first : first + 256]
 
             def work(txn: Any, some: Sequence[bytes] = some) -> int:
-                return sum(self._delete(txn, key) for key in some)
+                return sum(self._tables.delete(txn, key) for key in some)
 
             freed += self.env.write(work)
         return freed
@@ -323,7 +270,7 @@ class BlockStore:
         last: bytes | None = None
         while True:
             with self.env.read() as txn, txn.cursor(self.db[database]) as cursor:
-                entries = _next_entries(cursor, last, 256)
+                entries = next_entries(cursor, last, 256)
             if not entries:
                 return
             yield from entries
@@ -346,7 +293,7 @@ class BlockStore:
             with self.env.read() as txn:
                 for block, entry in zip(blocks, entries, strict=True):
                     stored = txn.get(value_key(block.key, group), db=self.db["values"])
-                    miss = _wrong_length(stored, entry)
+                    miss = wrong_length(stored, entry)
                     if miss is not None:
                         break
                     np.copyto(payloads[copied], np.frombuffer(stored, np.uint8))
@@ -358,191 +305,20 @@ class BlockStore:
                 return payloads.first(index), f"value {group} is damaged: its digest differs"
         return payloads.first(copied), miss and f"value {group} is {miss}"
 
-    def _header(self, txn: Any, key: bytes) -> BlockHeader:
-        packed = txn.get(key, db=self.db["blocks"])
-        if packed is None:
-            raise BlockMiss("not stored")
-        try:
-            return headers.unpack(bytes(packed))
-        except HeaderDamaged as error:
-            raise BlockMiss(f"damaged: {error}") from None
-
-    def _longest_child(
-        self, txn: Any, namespace: bytes, parent: bytes, ids: bytes, layout: KVLayout
-    ) -> tuple[bytes, int, BlockHeader] | None:
-        """The child of `parent` that shares most tokens with `ids`: key, tokens shared, header."""
-        best: tuple[bytes, int, BlockHeader] | None = None
-        for key in self._children(txn, parent, ids[:ID_BYTES]):
-            try:
-                header = self._header(txn, key)
-                _check_hit(header, namespace, parent, layout)
-            except BlockMiss:
-                continue
-            shared = _common_tokens(header.ids, ids)
-            # Of two equally good ones, the smaller is less to read.
-            if best is None or (shared, -header.num_tokens) > (best[1], -best[2].num_tokens):
-                best = key, shared, header
-        return best if best is not None and best[1] > 0 else None
-
-    def _children(self, txn: Any, parent: bytes, first_id: bytes) -> list[bytes]:
-        """Keys of the children of `parent` whose first token is `first_id` (packed)."""
-        keys = []
-        with txn.cursor(self.db["children"]) as cursor:
-            found = cursor.set_range_dup(parent, first_id)
-            while found and bytes(cursor.value()[:ID_BYTES]) == first_id:
-                keys.append(bytes(cursor.value()[ID_BYTES:]))
-                found = cursor.next_dup()
-        return keys
-
     def _without_stored(self, blocks: Sequence[NewBlock]) -> list[NewBlock]:
         with self.env.read() as txn:
             return [
                 block
                 for block in blocks
-                if not self._is_stored(txn, block.parent, pack_ids(block.token_ids))
+                if not self._tables.is_stored(
+                    txn, block.parent, pack_ids(block.token_ids), self._bad
+                )
             ]
 
-    def _is_stored(self, txn: Any, parent: bytes, ids: bytes) -> bool:
-        """Whether a sound block of these ids, or one that goes on after them, is there."""
-        key = block_key(parent, ids)
-        if txn.get(key, db=self.db["blocks"]) is not None:
-            return self._is_sound(txn, key)
-        for longer in self._children(txn, parent, ids[:ID_BYTES]):
-            try:
-                starts = self._header(txn, longer).ids.startswith(ids)
-            except BlockMiss:
-                continue
-            if starts and self._is_sound(txn, longer):
-                return True
-        return False
-
-    def _is_sound(self, txn: Any, key: bytes) -> bool:
-        """Whether nothing is known to be wrong with a block; digests are left to who reads it."""
-        try:
-            header = self._header(txn, key)
-        except BlockMiss:
-            return False
-        return key not in self._bad and all(
-            _wrong_length(txn.get(value_key(key, group), db=self.db["values"]), entry) is None
-            for group, entry in enumerate(header.values)
-        )
-
-    def _commit(self, batch: list[_Encoded]) -> tuple[int, int]:
-        """Write `batch` in one transaction; returns the blocks and payload bytes written."""
-
-        def work(txn: Any) -> tuple[int, int]:
-            # Another process may have stored some of them meanwhile.
-            fresh = [e for e in batch if not self._is_stored(txn, e.header.parent, e.header.ids)]
-            for e in fresh:
-                self._delete(txn, e.key)  # what is left of a damaged one
-            # Values in the order in which a restore reads them: the first layers of all blocks
-            # lie together on the disk.
-            for group in range(max((len(e.payloads) for e in fresh), default=0)):
-                for e in fresh:
-                    txn.put(value_key(e.key, group), e.payloads[group], db=self.db["values"])
-            for e in fresh:
-                self._drop_extended(txn, e.header)
-                txn.put(e.key, e.header.pack(), db=self.db["blocks"])
-                txn.put(e.header.parent, child_entry(e.header), db=self.db["children"])
-            return len(fresh), sum(e.header.num_payload_bytes for e in fresh)
-
-        result = self.env.write(work)
-        self._bad.difference_update(e.key for e in batch)
-        return result
-
-    def _drop_extended(self, txn: Any, new: BlockHeader) -> None:
-        """Delete the partial blocks that are a strict beginning of `new`."""
-        for key in self._children(txn, new.parent, new.ids[:ID_BYTES]):
-            try:
-                old = self._header(txn, key)
-            except BlockMiss:
-                continue
-            if old.num_tokens < new.num_tokens and new.ids.startswith(old.ids):
-                self._delete(txn, key)
-
-    def _delete(self, txn: Any, key: bytes) -> int:
-        """Delete a block, its values and its entry with the parent; returns payload bytes."""
-        try:
-            header = self._header(txn, key)
-        except BlockMiss:
-            header = None
-        if header is not None and header.key == key:  # a damaged one may name another's entry
-            txn.delete(header.parent, child_entry(header), db=self.db["children"])
-        txn.delete(key, db=self.db["blocks"])
-        freed = 0
-        with txn.cursor(self.db["values"]) as cursor:
-            found = cursor.set_range(key)
-            while found and bytes(cursor.key()[:KEY_BYTES]) == key:
-                freed += len(cursor.value())
-                cursor.delete()  # moves to the next entry
-                found = bool(cursor.key())
-        return freed
-
-
-@dataclass(frozen=True, slots=True)
-class _Encoded:
-    key: bytes
-    header: BlockHeader
-    payloads: list[bytes]
-
-
-def value_key(key: bytes, group: int) -> bytes:
-    return key + group.to_bytes(2, "big")
-
-
-def child_entry(header: BlockHeader) -> bytes:
-    """What stands under the parent in `children`."""
-    return header.ids[:ID_BYTES] + header.key
-
-
-def _encode(namespace: bytes, layout: KVLayout, block: NewBlock, codec: str) -> _Encoded:
-    from chatkv_store.codec import by_name
-
-    ids = pack_ids(block.token_ids)
-    num_tokens = len(ids) // ID_BYTES
-    if not 1 <= num_tokens <= layout.block_tokens:
-        raise ValueError(f"a block holds 1..{layout.block_tokens} tokens, not {num_tokens}")
-    encoder = by_name(codec)
-    payloads = []
-    for group in range(layout.num_values):
-        bits = block.values(group) if callable(block.values) else block.values[group]
-        if bits.shape != layout.value_shape(group, num_tokens) or bits.dtype != layout.bits_dtype:
-            raise ValueError(f"value {group} is {bits.dtype} {bits.shape}, not as in {layout}")
-        payloads.append(encoder.encode(bits))
-    header = BlockHeader(
-        encoder.id,
-        layout,
-        time.time(),
-        namespace,
-        block.parent,
-        ids,
-        tuple(ValueEntry(len(payload), headers.digest(payload)) for payload in payloads),
-    )
-    return _Encoded(header.key, header, payloads)
-
-
-def _check_hit(header: BlockHeader, namespace: bytes, parent: bytes, layout: KVLayout) -> None:
-    """The key says all this already; the header must agree before its KV is believed."""
-    if header.namespace != namespace or header.parent != parent:
-        raise BlockMiss("damaged: it belongs to another chain")
-    if header.layout != layout or len(header.values) != layout.num_values:
-        raise BlockMiss("damaged: its layout differs")
-
-
-def _common_tokens(one: bytes, other: bytes) -> int:
-    """How many leading token ids are equal; both packed."""
-    length = min(len(one), len(other))
-    if one[:length] == other[:length]:
-        return length // ID_BYTES
-    return next(i for i in range(length) if one[i] != other[i]) // ID_BYTES
-
-
-def _wrong_length(stored: memoryview | None, entry: ValueEntry) -> str | None:
-    if stored is None:
-        return "missing"
-    if len(stored) != entry.num_bytes:
-        return f"damaged: {len(stored)} bytes, not {entry.num_bytes}"
-    return None
+    def _commit(self, batch: list[Encoded]) -> tuple[int, int]:
+        written = self.env.write(lambda txn: write(txn, self._tables, batch, self._bad))
+        self._bad.difference_update(encoded.key for encoded in batch)
+        return written
 
 
 def _empty_value(header: BlockHeader, group: int) -> Bits:
@@ -550,39 +326,3 @@ def _empty_value(header: BlockHeader, group: int) -> Bits:
 
     layout = header.layout
     return np.empty(layout.value_shape(group, header.num_tokens), layout.bits_dtype)
-
-
-def _next_entries(cursor: Any, after: bytes | None, count: int) -> list[tuple[bytes, bytes]]:
-    """Copies of `count` entries or a few more, all of each key, from the keys after `after`."""
-    if after is None:
-        found = cursor.first()
-    else:
-        found = cursor.set_range(after)
-        if found and bytes(cursor.key()) == after:
-            found = cursor.next_nodup()
-    entries: list[tuple[bytes, bytes]] = []
-    while found and len(entries) < count:
-        key = bytes(cursor.key())
-        while found and bytes(cursor.key()) == key:
-            entries.append((key, bytes(cursor.value())))
-            found = cursor.next()
-    return entries
-
-
-def _check_format(env: Environment) -> None:
-    """Write the store's format into a new one; raises StoreVersionError on a newer one."""
-    meta = env.databases["meta"]
-    with env.read() as txn:
-        found = txn.get(b"format", db=meta)
-        version = None if found is None else bytes(found)
-    if version is None:
-        if env.read_only:
-            raise StoreDamaged(f"{env.path} holds no finished KV cache")
-        env.write(lambda txn: txn.put(b"format", b"%d" % STORE_FORMAT, overwrite=False, db=meta))
-    elif not version.isdigit():
-        raise StoreDamaged(f"{env.path}: the format of this KV cache is unreadable")
-    elif int(version) > STORE_FORMAT:
-        raise StoreVersionError(
-            f"the KV cache in {env.path} has format {int(version)}, this program knows "
-            f"{STORE_FORMAT}; update chatkv, or delete the folder (it is only a cache)"
-        )

@@ -10,7 +10,6 @@ began from being reused, and the file grows until it is full.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -26,6 +25,7 @@ from chatkv_store.errors import (
     StoreReadOnly,
     StoreVersionError,
 )
+from chatkv_store.gate import Gate
 
 DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"
 START_MAP_BYTES = 1 << 30
@@ -54,7 +54,7 @@ class Environment:
         self.path = path
         self.read_only = read_only
         self._max_bytes = max_bytes
-        self._gate = _Gate()
+        self._gate = Gate()
         if read_only and not (path / DATA_FILE).is_file():
             raise StoreError(f"no KV cache in {path}")
         with _translated(path):
@@ -208,57 +208,6 @@ class _Read:
             self._env._gate.leave()
         if isinstance(error, lmdb.Error):
             raise _as_ours(error, self._env.path) from None
-
-
-class _Gate:
-    """Shared by transactions, exclusive for remapping; a waiting remapping goes first."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._inside = 0
-        self._closed = 0  # remappings that wait or run
-
-    def enter(self) -> None:
-        with self._condition:
-            while self._closed:
-                self._condition.wait()
-            self._inside += 1
-
-    def leave(self) -> None:
-        with self._condition:
-            self._inside -= 1
-            if self._inside == 0 and self._closed:
-                self._condition.notify_all()
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        self.enter()
-        try:
-            yield
-        finally:
-            self.leave()
-
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        with self._condition:
-            self._closed += 1
-            try:
-                while self._inside:
-                    self._condition.wait()
-                yield
-            finally:
-                self._closed -= 1
-                self._condition.notify_all()
-
-    @contextmanager
-    def upgraded(self) -> Iterator[None]:
-        """From shared to exclusive and back."""
-        self.leave()
-        try:
-            with self.exclusive():
-                yield
-        finally:
-            self.enter()
 
 
 class _MapIsFull(Exception):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from chatkv_store import header as headers
 from chatkv_store.header import BlockHeader, HeaderDamaged
 from chatkv_store.keys import ID_BYTES, KEY_BYTES
+from chatkv_store.tables import child_entry, value_key
 
 if TYPE_CHECKING:
     from chatkv_store.blocks import BlockStore
@@ -75,8 +76,6 @@ def verify(store: BlockStore, repair: bool) -> list[Finding]:
 
 def _wrong_value(store: BlockStore, key: bytes, header: BlockHeader) -> str | None:
     """What is wrong with the first bad value of a block."""
-    from chatkv_store.blocks import value_key
-
     if len(header.values) != header.layout.num_values:
         return f"{len(header.values)} values, not {header.layout.num_values}"
     for group, entry in enumerate(header.values):
@@ -115,8 +114,6 @@ def _orphans(store: BlockStore) -> list[bytes]:
 
 
 def _has_link(store: BlockStore, header: BlockHeader) -> bool:
-    from chatkv_store.blocks import child_entry
-
     with store.env.read() as txn, txn.cursor(store.db["children"]) as cursor:
         return bool(cursor.set_key_dup(header.parent, child_entry(header)))
 
@@ -141,8 +138,6 @@ def _mend_links(
     unlinked: list[BlockHeader],
     dangling: list[tuple[bytes, bytes]],
 ) -> None:
-    from chatkv_store.blocks import child_entry
-
     for header in unlinked:
         if txn.get(header.key, db=store.db["blocks"]) is not None:
             txn.put(header.parent, child_entry(header), db=store.db["children"])

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from chatkv_store.blocks import RunResult
+from chatkv_store.chain import RunResult, StoredBlock
 from chatkv_store.errors import BlockMiss
 from chatkv_store.layout import KVLayout
 
 if TYPE_CHECKING:
-    from chatkv_store.blocks import BlockStore, StoredBlock
+    from chatkv_store.blocks import BlockStore
     from chatkv_store.codec import Bits
 
 RUN_BLOCKS = 8  # values read in one go

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from chatkv_store.errors import StoreError
 
 if TYPE_CHECKING:
-    from chatkv_store.blocks import BlockStore, NewBlock
+    from chatkv_store.blocks import BlockStore
+    from chatkv_store.chain import NewBlock
     from chatkv_store.layout import KVLayout
 
 MAX_QUEUED_BYTES = 256 << 20

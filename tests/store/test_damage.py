@@ -25,7 +25,7 @@ from chatkv_store import (
     StoreVersionError,
     load_blocks,
 )
-from chatkv_store.blocks import value_key
+from chatkv_store.tables import value_key
 from kv_samples import GROUPED, SMALL, SPACE, data_file, kv_bits, kv_of, save
 
 B = SMALL.block_tokens

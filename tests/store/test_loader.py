@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from chatkv_store import BlockStore, load_blocks
-from chatkv_store.blocks import value_key
+from chatkv_store.tables import value_key
 from kv_samples import GROUPED, SMALL, SPACE, Bits, chain, kv_bits, kv_of, save
 
 TOKENS = 5 * 64 + 10
