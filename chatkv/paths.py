@@ -48,16 +48,14 @@ def folders() -> Folders:
     if home:
         root = Path(home).expanduser().absolute()
         return Folders(root / "data", root / "cache", root / "config", root / "run")
-    import warnings
-
     import platformdirs
 
-    # Without XDG_RUNTIME_DIR it takes a folder in /tmp, which suits us, and warns about it.
-    warnings.filterwarnings("ignore", module="platformdirs")
     dirs = platformdirs.PlatformDirs("chatkv", appauthor=False)
+    session = os.environ.get("XDG_RUNTIME_DIR")
     return Folders(
         Path(dirs.user_data_dir),
         Path(dirs.user_cache_dir),
         Path(dirs.user_config_dir),
-        Path(dirs.user_runtime_dir),
+        # The library's own answer without the variable is a folder in /tmp that others can see.
+        Path(session) / "chatkv" if session else Path(dirs.user_cache_dir) / "run",
     )
