@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,17 +137,26 @@ class Tokenizer:
 
     def _holds_special(self, text: str, content_spans: Sequence[Span]) -> bool:
         """Whether a special token's text reaches into a message's content."""
-        inside = len(self._special.findall(text))
-        return inside != len(self._template_specials(text, content_spans))
+        own = [match.span() for match in self._template_specials(text, content_spans)]
+        return own != [match.span() for match in self._special.finditer(text)]
 
     def _plain(self, backend: tokenizers.Tokenizer, text: str) -> list[int]:
         """Ids of `text` with every special token in it as ordinary characters."""
         if not text:
             return []
-        if not self._special.search(text):
+        typed = list(self._special.finditer(text))
+        if not typed:
             return self._ids(backend, text)
-        literal = self._literal if backend is self._backend else self._literal_without_prefix
-        return self._ids(literal, text)
+        first = self._literal if backend is self._backend else self._literal_without_prefix
+        ids = self._ids(first, text)
+        if {self.special_ids[match.group()] for match in typed}.isdisjoint(ids):
+            return ids
+        # This vocabulary's merges spell the token: keep its first character from the others.
+        cuts = [match.start() + 1 for match in typed]
+        ids = self._ids(first, text[: cuts[0]])
+        for start, end in pairwise([*cuts, len(text)]):
+            ids += self._ids(self._literal_without_prefix, text[start:end])
+        return ids
 
     @staticmethod
     def _ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:

@@ -110,6 +110,25 @@ def test_added_tokens_that_take_spaces_with_them() -> None:
         assert tokenizer._pieces(text, (), tokenizer._backend) == one_go(tokenizer, text)
 
 
+def test_merges_that_spell_a_control_token() -> None:
+    """Some conversions of SentencePiece models list them: `</` and `s>` to `</s>`."""
+    whole = json.loads(sentencepiece_style("legacy")._backend.to_str())
+    vocab = whole["model"]["vocab"]
+    for piece in ("</", "s>"):
+        vocab.setdefault(piece, len(vocab))
+    spelled = [["<", "/"], ["s", ">"], ["</", "s>"]]
+    whole["model"]["merges"] = spelled + whole["model"]["merges"]
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(whole)))
+    end = tokenizer.special_ids["</s>"]
+    literal = tokenizers.Tokenizer.from_str(tokenizer._backend.to_str())
+    literal.encode_special_tokens = True
+    assert end in literal.encode("a</s>").ids  # else there is nothing to guard against
+    for text in ("</s>", "a</s></s>b </s>", "</s>" * 2000):
+        ids = tokenizer.encode(text)
+        assert end not in ids
+        assert tokenizer.decode(ids, skip_special=False) == text
+
+
 def test_tokens_that_are_added_but_not_special_are_always_whole() -> None:
     """As Hugging Face and llama.cpp have it: `<think>` of some models is such a token."""
     whole = json.loads(byte_level()._backend.to_str())
