@@ -81,6 +81,20 @@ def test_control_tokens_typed_by_a_user_stay_text() -> None:
         assert rebuilt.decode(rebuilt.encode(text)) == text
 
 
+def test_merges_make_no_control_token() -> None:
+    """Here the halves of `</s>` are pieces too; joined they would outrank every other merge."""
+    tokens = ["<unk>", "<s>", "</s>", "▁", "<", "/", "s", ">", "</", "s>", "ss"]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0, 0.0, 0.0, *(-float(i) for i in range(8))],
+        "tokenizer.ggml.token_type": [2, 3, 3] + [1] * 8,
+    }
+    backend = tokenizer_from_gguf(GGUFFile(Path("model.gguf"), metadata, {}))
+    merges = json.loads(backend.to_str())["model"]["merges"]
+    assert ["".join(merge) for merge in merges] == ["</", "s>", "ss"]
+
+
 def test_no_space_prefix_where_the_file_says_so() -> None:
     spm, _ = trained()
     metadata = tiny_spm.gguf_metadata(spm) | {"tokenizer.ggml.add_space_prefix": False}
