@@ -11,8 +11,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from chatkv.engine.engine import Engine
 from chatkv.engine.pool import BLOCK_TOKENS, BlockPool
 from chatkv.errors import ModelError, UsageError
@@ -24,6 +22,7 @@ from chatkv.model.template import ChatTemplate
 from chatkv.model.tokenizer import Tokenizer
 from chatkv.model.weights import load_weights
 from chatkv.paths import Folders
+from chatkv.process import prepare_to_compute
 from chatkv.restore.cost import CostFile, machine_name
 from chatkv.restore.restorer import DiskTier, Restorer
 from chatkv.session.conversation import Conversation, ModelParts
@@ -60,7 +59,7 @@ class Runtime:
         self.model_spec = model
         self.notices: list[str] = []
         self._open = ExitStack()
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        prepare_to_compute()
         files = find_model(model, folders.cache)
         chosen = choose_dtype(folders.cache) if dtype == "auto" else dtype
         self.prepared = prepare(files, chosen, folders.models, on_progress)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from chatkv.model.config import ModelConfig
 from chatkv.model.linear import Linear
+from chatkv.model.norm import RmsNorm
 from chatkv.model.rope import RopeTable
 from chatkv_kernels.attention import decode_attention, prefill_attention
 from chatkv_kernels.rope import rope
@@ -55,7 +56,7 @@ class Decoder:
         embedding = weights["model.embed_tokens.weight"]
         self.dtype = embedding.dtype
         self.embedding = embedding.to(self.device)
-        self.norm = weights["model.norm.weight"].to(self.device)
+        self.norm = RmsNorm(weights["model.norm.weight"].to(self.device), config.norm_eps)
         head = embedding if config.tie_embeddings else weights["lm_head.weight"]
         self.head = Linear(head.to(self.device))
         self.max_position = max_position or config.max_position
@@ -78,8 +79,7 @@ class Decoder:
         if not every_position and len(spans) != hidden.shape[0]:
             ends = torch.tensor([span.length for span in spans]).cumsum(0) - 1
             hidden = hidden[ends.to(hidden.device)]
-        hidden = torch.rms_norm(hidden, self.norm.shape, self.norm, self.config.norm_eps)
-        return self.head(hidden).float()
+        return self.head(self.norm(hidden)).float()
 
     def _angles(self, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
         """cos and signed sin of every new token, [num_new, 1, head_dim] each."""
@@ -110,25 +110,25 @@ class _Layer:
                 torch.cat([get(f"{name}.bias") for name in names]) if bias else None,
             )
 
+        def norm(name: str) -> RmsNorm:
+            return RmsNorm(get(f"{name}.weight"), config.norm_eps)
+
         self.config, self.index, self.window = config, index, config.window(index)
-        self.attention_norm = get("input_layernorm.weight")
-        self.mlp_norm = get("post_attention_layernorm.weight")
+        self.attention_norm = norm("input_layernorm")
+        self.mlp_norm = norm("post_attention_layernorm")
         self.qkv = fused([f"self_attn.{part}_proj" for part in "qkv"], config.qkv_bias)
         self.output = fused(["self_attn.o_proj"], config.o_bias)
         self.gate_up = fused(["mlp.gate_proj", "mlp.up_proj"], config.mlp_bias)
         self.down = fused(["mlp.down_proj"], config.mlp_bias)
-        self.query_norm = get("self_attn.q_norm.weight") if config.qk_norm else None
-        self.key_norm = get("self_attn.k_norm.weight") if config.qk_norm else None
+        self.query_norm = norm("self_attn.q_norm") if config.qk_norm else None
+        self.key_norm = norm("self_attn.k_norm") if config.qk_norm else None
 
     def forward(self, hidden: Tensor, spans: Sequence[Span], cos: Tensor, sin: Tensor) -> Tensor:
         """hidden: [num_new, hidden_size] → the same shape."""
-        attended = self._attend(self.qkv(self._norm(hidden, self.attention_norm)), spans, cos, sin)
+        attended = self._attend(self.qkv(self.attention_norm(hidden)), spans, cos, sin)
         hidden = self.output.add(attended, hidden)
-        gate, up = self.gate_up(self._norm(hidden, self.mlp_norm)).chunk(2, -1)
+        gate, up = self.gate_up(self.mlp_norm(hidden)).chunk(2, -1)
         return self.down.add(F.silu(gate).mul_(up), hidden)
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return torch.rms_norm(x, weight.shape, weight, self.config.norm_eps)
 
     def _attend(self, qkv: Tensor, spans: Sequence[Span], cos: Tensor, sin: Tensor) -> Tensor:
         """qkv: [num_new, (num_heads + 2 num_kv_heads) head_dim] → [num_new, num_heads head_dim]."""
@@ -139,8 +139,8 @@ class _Layer:
         if self.query_norm is not None and self.key_norm is not None:
             rotated = torch.cat(
                 [
-                    self._norm(rotated[:, :num_heads], self.query_norm),
-                    self._norm(rotated[:, num_heads:], self.key_norm),
+                    self.query_norm(rotated[:, :num_heads]),
+                    self.key_norm(rotated[:, num_heads:]),
                 ],
                 1,
             )
