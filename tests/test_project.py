@@ -31,8 +31,8 @@ MODULES = {
 }
 
 # What each part may import of ours, lowest first. A part may always import itself, and the parts
-# of `chatkv` its errors, folders and version (BASE). A new part is entered here on purpose.
-BASE = {"chatkv", "chatkv.errors", "chatkv.paths"}
+# of `chatkv` what stands below them all (BASE). A new part is entered here on purpose.
+BASE = {"chatkv", "chatkv.errors", "chatkv.paths", "chatkv.process"}
 MAY_IMPORT: dict[str, set[str]] = {
     "chatkv_store": set(),
     "chatkv_kernels": set(),
