@@ -111,8 +111,9 @@ def _rope_scaling(
     if kind in ("none", "linear"):
         return RopeScaling("linear", factor)
     if kind == "yarn":
-        if value("scaling.yarn_log_multiplier"):
-            raise ModelError(f"{file.path}: rope.scaling.yarn_log_multiplier is not supported")
+        for key, usual in {"yarn_log_multiplier": 0.0, "yarn_ext_factor": 1.0}.items():
+            if value(f"scaling.{key}", usual) != usual:
+                raise ModelError(f"{file.path}: rope.scaling.{key} is not supported")
         attn_factor = value("scaling.attn_factor", value("scaling.yarn_attn_factor"))
         # llama.cpp scales cos and sin by attn_factor times the paper's own 1 + 0.1 ln(factor).
         default = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -227,18 +227,23 @@ class Tokenizer:
 
     @cached_property
     def _literal_without_prefix(self) -> tokenizers.Tokenizer:
+        if not self._prefixes:
+            return self._literal
         literal = self._variant(prefix=False)
         literal.encode_special_tokens = True
         return literal
 
     def _variant(self, prefix: bool) -> tokenizers.Tokenizer:
-        whole = json.loads(self._backend.to_str())
+        """A copy of the backend, with or without the steps that put a space before a text."""
+        text = self._backend.to_str()
         if not prefix:
+            whole = json.loads(text)
             for part in ("normalizer", "pre_tokenizer"):
                 for step in _steps(whole[part]):
                     if _adds_prefix(step):
                         _drop_prefix(step)
-        return tokenizers.Tokenizer.from_str(json.dumps(whole))
+            text = json.dumps(whole)
+        return tokenizers.Tokenizer.from_str(text)
 
     def _find_stop_ids(self, eos_ids: Iterable[int], template: str) -> frozenset[int]:
         names = [name for name in _END_OF_TURN if name in template] + list(_END_OF_TEXT)

@@ -151,6 +151,16 @@ def _broken(change: dict[str, Any], message: str) -> Any:
         _broken({"metadata": {"general.architecture": "gemma3"}}, "architecture 'gemma3'"),
         _broken({"metadata": {"llama.expert_count": 8}}, "mixture-of-experts"),
         _broken({"metadata": {"llama.rope.scaling.type": "longrope"}}, "rope scaling 'longrope'"),
+        _broken(
+            {
+                "metadata": {
+                    "llama.rope.scaling.type": "yarn",
+                    "llama.rope.scaling.factor": 4.0,
+                    "llama.rope.scaling.yarn_log_multiplier": 0.1,
+                }
+            },
+            "rope.scaling.yarn_log_multiplier is not supported",
+        ),
         _broken({"metadata": {"llama.rope.dimension_count": 8}}, "llama.rope.dimension_count is 8"),
         _broken({"metadata": {"llama.attention.head_count": 0}}, "metadata makes no sense"),
         _broken({"metadata": {"llama.attention.head_count_kv": 3}}, "4 heads cannot share 3"),
