@@ -65,6 +65,8 @@ class Runtime:
         self.prepared = prepare(files, chosen, folders.models, on_progress)
         config = self.prepared.config
         self.tokenizer = Tokenizer.from_prepared(self.prepared)
+        # A template that fails does so now, and the first turn need not wait for its compiler.
+        self._template(time.time()).render([{"role": "user", "content": "Hello"}])
         weights = load_weights(self.prepared)
         decoder = Decoder(config, weights, max_position=self._max_tokens())
         self.engine = Engine(
@@ -133,7 +135,7 @@ class Runtime:
             self.engine,
             self.restorer,
             self.tokenizer,
-            self._template(session),
+            self._template(session.created_at),
             self.load_model_ms,
         )
         return Conversation(parts, self.conversations, session)
@@ -156,11 +158,11 @@ class Runtime:
         self._open.callback(writer.close)
         return DiskTier(store, writer, self.namespace)
 
-    def _template(self, session: Session) -> ChatTemplate:
+    def _template(self, began: float) -> ChatTemplate:
         """The model's chat template; to templates that write the date, it is always the day on
         which the session began, else tomorrow's rendering would differ from today's log."""
-        began = datetime.fromtimestamp(session.created_at)
-        template = ChatTemplate.from_prepared(self.prepared, self.tokenizer, lambda: began)
+        day = datetime.fromtimestamp(began)
+        template = ChatTemplate.from_prepared(self.prepared, self.tokenizer, lambda: day)
         if template.notice and template.notice not in self.notices:
             self.notices.append(template.notice)
         return template

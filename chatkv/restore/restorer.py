@@ -23,16 +23,12 @@ from chatkv_store.blocks import BlockStore, Match, NewBlock, StoredBlock
 from chatkv_store.errors import StoreError
 from chatkv_store.keys import block_key
 from chatkv_store.layout import KVLayout
-from chatkv_store.loader import LoadResult, load_blocks
+from chatkv_store.loader import LoadResult, default_threads, load_blocks
 from chatkv_store.writer import BlockWriter
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-
-
-# Twice the cores of a small machine: half of the readers wait for the disk when it is cold.
-READ_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -189,7 +185,7 @@ class Restorer:
             blocks,
             self.layout,
             self._bits(sequence),
-            READ_THREADS,
+            default_threads(),
             on_group_done=lambda group, _: on_progress and on_progress(group + 1, groups),
         )
         usable = max(result.reused, first * BLOCK_TOKENS + loaded.num_tokens_ok)

@@ -101,7 +101,7 @@ class Conversation:
         text = text.encode("utf-8", "replace").decode()
         clock = _TurnClock()
         history = self.log
-        prompt_ids = self._prompt_ids(text, system, len(history))
+        prompt_ids = self._prompt_ids(text, system, history)
         planned = self.model.restorer.plan(
             self.sequence,
             [*history, *prompt_ids],
@@ -136,7 +136,7 @@ class Conversation:
 
     # --- the steps of a turn ----------------------------------------------------------------
 
-    def _prompt_ids(self, text: str, system: str | None, num_history: int) -> list[int]:
+    def _prompt_ids(self, text: str, system: str | None, history: list[int]) -> list[int]:
         """The ids that this message adds to the log, generation prompt included."""
         if system is not None and self.turns:
             raise UsageError("a system prompt can only be given to a new session")
@@ -144,14 +144,14 @@ class Conversation:
         template, tokenizer = self.model.template, self.model.tokenizer
         if self.turns:
             rendered = _without_start(template.continuation(messages), self._end_text())
-            ids = tokenizer.encode_continuation(rendered.text, rendered.content_spans)
+            ids = tokenizer.encode_continuation(rendered.text, rendered.content_spans, history[-1])
         else:
             rendered = template.render(messages, add_generation_prompt=True)
             ids = tokenizer.encode_rendered(rendered.text, rendered.content_spans)
-        room = self.model.engine.max_tokens - num_history - len(ids)
+        room = self.model.engine.max_tokens - len(history) - len(ids)
         if room < 1:
             raise ContextFull(
-                f"the conversation has {num_history} tokens and this message adds {len(ids)}, "
+                f"the conversation has {len(history)} tokens and this message adds {len(ids)}, "
                 f"but the context ends at {self.model.engine.max_tokens}: start a new session, or "
                 "fork an earlier turn"
             )
