@@ -134,7 +134,7 @@ def one_turn(task: dict[str, Any]) -> None:
     import torch  # noqa: F401  # timed apart: it is half of a start
 
     import_s = time.perf_counter() - began
-    from chatkv.engine.sampling import SamplingOptions
+    from chatkv.engine.options import SamplingOptions
     from chatkv.session.turn import Listener, TurnOptions
     from chatkv_store.conversations import Conversations
 
@@ -277,7 +277,8 @@ class OurRun:
         self.logits = self.engine.prefill(self.sequence)
 
     def decode(self) -> None:
-        from chatkv.engine.sampling import Sampler, SamplingOptions
+        from chatkv.engine.options import SamplingOptions
+        from chatkv.engine.sampling import Sampler
 
         sampler = Sampler(SamplingOptions(temperature=0), seed=0)
         # One more token than steps: the last one drawn is not computed.

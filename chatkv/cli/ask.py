@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +12,10 @@ from chatkv.cli.answer import Interrupt, Status, chat_options, say, summary, tur
 from chatkv.client import ChatRequest, open_chat
 from chatkv.errors import UsageError
 from chatkv.paths import folders
+
+if TYPE_CHECKING:
+    from chatkv.session.conversation import Conversation
+    from chatkv.session.turn import TurnOptions, TurnResult
 
 
 @click.command()
@@ -32,6 +36,7 @@ def ask(question: str | None, as_json: bool, **arguments: Any) -> None:
         system=arguments["system"],
         seed=arguments["seed"],
     )
+    options = turn_options(arguments)
     status, interrupt = Status(), Interrupt()
     status.show("starting")
     try:
@@ -39,7 +44,9 @@ def ask(question: str | None, as_json: bool, **arguments: Any) -> None:
             status.clear()
             for notice in chat.runtime.notices:
                 say(f"chatkv: {notice}")
-            result = _answer(chat.conversation, text, arguments, as_json, status, interrupt)
+            result = _answer(
+                chat.conversation, text, options, arguments["system"], as_json, status, interrupt
+            )
             for notice in result.notices:
                 say(f"chatkv: {notice}")
             if as_json:
@@ -62,13 +69,14 @@ def _text(question: str | None) -> str:
 
 
 def _answer(
-    conversation: Any,
+    conversation: Conversation,
     text: str,
-    arguments: dict[str, Any],
+    options: TurnOptions,
+    system: str | None,
     as_json: bool,
     status: Status,
     interrupt: Interrupt,
-) -> Any:
+) -> TurnResult:
     from chatkv.session.turn import Listener
 
     def show(piece: str) -> None:
@@ -79,7 +87,7 @@ def _answer(
 
     listener = Listener(show, status.progress, interrupt)
     with interrupt.listening():
-        result = conversation.send(text, turn_options(arguments), listener, arguments["system"])
+        result = conversation.send(text, options, listener, system)
     if not as_json and not result.text.endswith("\n"):
         click.echo()
     return result

@@ -15,6 +15,7 @@ from chatkv.paths import folders
 
 if TYPE_CHECKING:
     from chatkv.session.conversation import Conversation
+    from chatkv.session.turn import TurnOptions
 
 PROMPT = "> "
 
@@ -35,6 +36,7 @@ def chat(**arguments: Any) -> None:
         system=arguments["system"],
         seed=arguments["seed"],
     )
+    options = turn_options(arguments)
     status = Status()
     status.show("starting")
     try:
@@ -43,7 +45,7 @@ def chat(**arguments: Any) -> None:
             for notice in opened.runtime.notices:
                 say(f"chatkv: {notice}")
             _greet(opened)
-            _converse(opened.conversation, arguments, status)
+            _converse(opened.conversation, options, arguments["system"], status)
     finally:
         status.clear()
 
@@ -65,7 +67,9 @@ def _greet(opened: OpenChat) -> None:
         say(f"{PROMPT}{last.user_text}\n{last.reply_text}{mark}")
 
 
-def _converse(conversation: Conversation, arguments: dict[str, Any], status: Status) -> None:
+def _converse(
+    conversation: Conversation, options: TurnOptions, system: str | None, status: Status
+) -> None:
     from chatkv.session.turn import Listener
 
     def show(piece: str) -> None:
@@ -75,7 +79,6 @@ def _converse(conversation: Conversation, arguments: dict[str, Any], status: Sta
 
     interrupt = Interrupt()
     listener = Listener(show, status.progress, interrupt)
-    system = arguments["system"]
     with suppress(ImportError):
         import readline  # noqa: F401  # gives input() editing and history
     while (text := _read()) is not None:
@@ -83,7 +86,7 @@ def _converse(conversation: Conversation, arguments: dict[str, Any], status: Sta
             continue
         try:
             with interrupt.listening():
-                result = conversation.send(text, turn_options(arguments), listener, system)
+                result = conversation.send(text, options, listener, system)
         except ContextFull as error:
             say(f"chatkv: {error}")
             continue

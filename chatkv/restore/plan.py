@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-from chatkv.errors import PersistenceError
+from chatkv.errors import PersistenceError, UsageError
 from chatkv.restore.cost import CostModel
 
 Method = Literal["none", "reload", "re-prefill", "both"]
@@ -45,6 +45,8 @@ def choose(
     `exact` allows only what gives the bits of a conversation that never stopped: KV in the pool or
     loaded from disk. Raises PersistenceError where history would have to be computed again.
     """
+    if wanted == "both":
+        raise UsageError("restoring from both ends is not built yet: take --restore auto")
     total, in_pool = situation.total, situation.in_pool
     loaded = in_pool + situation.loadable
     recompute_s = cost.prefill_s(in_pool, total)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
-
-from chatkv.engine.sampling import SamplingOptions
+from chatkv.engine.options import SamplingOptions
 from chatkv.restore.plan import Plan, Wanted
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length", "interrupted"]
 

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatkv.engine.sampling import HEAD_TOKENS, Sampler, SamplingOptions
+from chatkv.engine.options import SamplingOptions
+from chatkv.engine.sampling import HEAD_TOKENS, Sampler
 from chatkv.errors import UsageError
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from chatkv.client import ChatRequest, OpenChat, open_chat
-from chatkv.engine.sampling import SamplingOptions
+from chatkv.engine.options import SamplingOptions
 from chatkv.errors import ContextFull, PersistenceError, UsageError
 from chatkv.paths import folders
 from chatkv.session.turn import Listener, TurnOptions, TurnResult

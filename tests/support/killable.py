@@ -80,7 +80,7 @@ def _child(
 ) -> None:
     os.environ["CHATKV_HOME"] = str(home)
     from chatkv.client import ChatRequest, open_chat
-    from chatkv.engine.sampling import SamplingOptions
+    from chatkv.engine.options import SamplingOptions
     from chatkv.paths import folders
     from chatkv.session.turn import Listener, TurnOptions
 

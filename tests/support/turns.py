@@ -33,7 +33,7 @@ def run_turns(
 ) -> list[dict[str, Any]]:
     """Say `texts` one after the other in one runtime, opened for them and closed after them."""
     from chatkv.client import ChatRequest, open_chat
-    from chatkv.engine.sampling import SamplingOptions
+    from chatkv.engine.options import SamplingOptions
     from chatkv.paths import folders
     from chatkv.session.turn import TurnOptions
 

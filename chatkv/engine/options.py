@@ -1,0 +1,28 @@
+"""What may be asked of sampling, checked. Needs no torch, so that nonsense is refused at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chatkv.errors import UsageError
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch their filter off."""
+
+    temperature: float = 0.7
+    top_p: float = 0.95
+    top_k: int = 0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("temperature", self.temperature, 0 <= self.temperature <= 100, "from 0 to 100"),
+            ("top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top-k", self.top_k, self.top_k >= 0, "0 or more"),
+            ("min-p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1"),
+        )
+        for name, value, sound, wanted in checks:
+            if not sound:
+                raise UsageError(f"{name} {value} makes no sense: give a number {wanted}")
