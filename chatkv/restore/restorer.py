@@ -147,12 +147,13 @@ class Restorer:
         if tail and sequence.num_cached % BLOCK_TOKENS:
             self._put(sequence, chain, full * BLOCK_TOKENS, sequence.num_cached)
 
-    def learn(self, restored: Restored, start: int, stop: int, prefill_s: float) -> None:
+    def learn(self, restored: Restored, num_computed: int, prefill_s: float) -> None:
         """Correct the cost model by what a turn took."""
         if restored.loaded:
             self.cost = self.cost.after_load(restored.loaded, restored.load_s)
-        if stop > start:
-            self.cost = self.cost.after_prefill(start, stop, prefill_s)
+        if num_computed:
+            start = restored.reused + restored.loaded
+            self.cost = self.cost.after_prefill(start, start + num_computed, prefill_s)
         self._costs.save(self._cost_key, self.cost)
 
     # --- inside ---------------------------------------------------------------------------------

@@ -7,8 +7,6 @@ again. Text and ids are committed to SQLite; KV is a cache beside them.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,17 +19,10 @@ from chatkv.engine.stops import StopStrings
 from chatkv.errors import ContextFull, UsageError
 from chatkv.model.template import ChatTemplate, Rendered
 from chatkv.model.tokenizer import Tokenizer
-from chatkv.restore.plan import Plan
-from chatkv.restore.restorer import Restored, Restorer
+from chatkv.restore.restorer import Planned, Restorer
+from chatkv.session.record import TurnRecord
 from chatkv.session.reply import Checkpointer, Reply
-from chatkv.session.turn import (
-    FinishReason,
-    Listener,
-    Timing,
-    TokenCounts,
-    TurnOptions,
-    TurnResult,
-)
+from chatkv.session.turn import Listener, TurnOptions, TurnResult, measures_to_json
 
 if TYPE_CHECKING:
     from chatkv_store.conversations import Conversations, Session, Turn
@@ -99,7 +90,7 @@ class Conversation:
         options, listener = options or TurnOptions(), listener or Listener()
         # Undecodable bytes of a command line arrive as lone surrogates, which no tokenizer takes.
         text = text.encode("utf-8", "replace").decode()
-        clock = _TurnClock()
+        record = TurnRecord(self.model.load_model_ms)
         history = self.log
         prompt_ids = self._prompt_ids(text, system, history)
         planned = self.model.restorer.plan(
@@ -112,27 +103,17 @@ class Conversation:
         turn = self._begin(text, prompt_ids, system, options)
         sampler = Sampler(options.sampling, turn.seed, turn.rng_draws_before)
         reply = Reply(self.model.tokenizer.stream(), StopStrings(options.stop), listener.on_text)
-        restored: Restored | None = None
-        finish: FinishReason = "interrupted"
-        last_logits: Tensor | None = None
         with Checkpointer(lambda: self._checkpoint(turn, reply, sampler)) as checkpoints:
             try:
-                restored = self.model.restorer.restore(
-                    self.sequence,
-                    planned,
-                    lambda done, total: listener.on_progress("restore", done, total),
-                )
-                clock.restored()
-                logits = self._prefill(listener)
-                clock.prefilled()
-                finish, last_logits = self._decode(logits, reply, sampler, options, listener, clock)
+                self._restore(planned, record, listener)
+                logits = self._prefill(record, listener)
+                self._decode(logits, reply, sampler, options, record, listener)
             except Cancelled:
                 pass
             finally:
                 reply.finish()
-                turn = self._finish(turn, reply, sampler, finish)
-        notices = self._notices(restored, checkpoints)
-        return self._result(turn, finish, restored, clock, notices, last_logits)
+                turn = self._finish(turn, reply, sampler, record)
+        return self._result(turn, record, self._notices(record, checkpoints))
 
     # --- the steps of a turn ----------------------------------------------------------------
 
@@ -173,10 +154,19 @@ class Conversation:
             rng_draws_before=last.rng_draws_after if last is not None and goes_on else 0,
         )
 
-    def _prefill(self, listener: Listener) -> Tensor:
-        """Compute what has no KV yet, saving block by block."""
+    def _restore(self, planned: Planned, record: TurnRecord, listener: Listener) -> None:
+        """Bring back the KV of the history, as planned."""
 
         def progress(done: int, total: int) -> None:
+            listener.on_progress("restore", done, total)
+
+        record.restore_done(self.model.restorer.restore(self.sequence, planned, progress))
+
+    def _prefill(self, record: TurnRecord, listener: Listener) -> Tensor:
+        """Compute what has no KV yet, saving block by block; the logits after the last token."""
+
+        def progress(done: int, total: int) -> None:
+            record.chunk_done(done)
             self.model.restorer.save(self.sequence)
             listener.on_progress("prefill", done, total)
 
@@ -188,30 +178,26 @@ class Conversation:
         reply: Reply,
         sampler: Sampler,
         options: TurnOptions,
+        record: TurnRecord,
         listener: Listener,
-        clock: _TurnClock,
-    ) -> tuple[FinishReason, Tensor]:
+    ) -> None:
         """Sample until a stop token, a stop string, the limit or a cancel."""
         stop_ids = self.model.tokenizer.stop_ids
         steps = self.model.engine.decode(
             self.sequence, logits, sampler, stop_ids, options.max_tokens, listener.cancelled
         )
-        finish: FinishReason = "length"
-        for token, logits in steps:  # noqa: B007  # the last ones are the result
-            clock.token()
+        for token, record.last_logits in steps:
+            record.token_done()
             if token in stop_ids:
                 reply.push_silent(token)
-                finish = "stop"
-                break
+                record.finish = "stop"
+                return
             reply.push(token)
             if reply.stops.stopped:
-                finish = "stop"
-                break
+                record.finish = "stop"
+                return
             self.model.restorer.save(self.sequence)
-        else:
-            if listener.cancelled():
-                finish = "interrupted"
-        return finish, logits
+        record.finish = "interrupted" if listener.cancelled() else "length"
 
     def _checkpoint(self, turn: Turn, reply: Reply, sampler: Sampler) -> None:
         if reply.ids:
@@ -221,20 +207,25 @@ class Conversation:
                 turn.id, reply_text=text, reply_ids=ids, rng_draws_after=sampler.draws
             )
 
-    def _finish(self, turn: Turn, reply: Reply, sampler: Sampler, finish: FinishReason) -> Turn:
+    def _finish(self, turn: Turn, reply: Reply, sampler: Sampler, record: TurnRecord) -> Turn:
         """Commit the turn, then hand its KV to the writer."""
         turn = self.conversations.finish_turn(
             turn.id,
             reply_text=reply.text,
             reply_ids=reply.ids,
             rng_draws_after=sampler.draws,
-            state="interrupted" if finish == "interrupted" else "done",
-            finish_reason=finish,
+            state="interrupted" if record.finish == "interrupted" else "done",
+            finish_reason=record.finish,
+            stats=measures_to_json(
+                record.tokens(len(reply.ids)), record.plan, record.plan_actual_ms, record.timing()
+            ),
         )
         self.turns = [*self.turns, turn]
         log = self.log
         self.sequence.become(log, self.sequence.common_prefix(log))
         self.model.restorer.save(self.sequence, tail=True)
+        if record.restored is not None:
+            self.model.restorer.learn(record.restored, record.num_computed, record.prefill_s)
         return turn
 
     def _num_computed(self) -> int:
@@ -271,8 +262,8 @@ class Conversation:
             return None
         return f"the chat template would write this conversation differently {difference}"
 
-    def _notices(self, restored: Restored | None, checkpoints: Checkpointer) -> tuple[str, ...]:
-        lines = list(restored.notices) if restored is not None else []
+    def _notices(self, record: TurnRecord, checkpoints: Checkpointer) -> tuple[str, ...]:
+        lines = list(record.restored.notices) if record.restored is not None else []
         if checkpoints.error is not None:
             lines.append(f"the reply could not be saved while it was written: {checkpoints.error}")
         difference = self.difference_from_template()
@@ -280,36 +271,19 @@ class Conversation:
             lines.append(difference)
         return tuple(lines)
 
-    def _result(
-        self,
-        turn: Turn,
-        finish: FinishReason,
-        restored: Restored | None,
-        clock: _TurnClock,
-        notices: Sequence[str],
-        last_logits: Tensor | None,
-    ) -> TurnResult:
-        prompt = turn.tokens_before + len(turn.prompt_ids)
-        reused = restored.reused if restored else 0
-        loaded = restored.loaded if restored else 0
+    def _result(self, turn: Turn, record: TurnRecord, notices: tuple[str, ...]) -> TurnResult:
         return TurnResult(
             session=self.session.id,
             turn=turn.index,
             text=turn.reply_text,
-            finish_reason=finish,
-            tokens=TokenCounts(
-                prompt=prompt,
-                reused=reused,
-                loaded=loaded,
-                computed=prompt - reused - loaded,
-                generated=len(turn.reply_ids),
-            ),
-            plan=restored.plan if restored else Plan("none", 0.0),
-            plan_actual_ms=clock.restore_ms + clock.prefill_ms,
-            timing=clock.timing(self.model.load_model_ms),
+            finish_reason=record.finish,
+            tokens=record.tokens(len(turn.reply_ids)),
+            plan=record.plan,
+            plan_actual_ms=record.plan_actual_ms,
+            timing=record.timing(),
             model=self.model.name,
-            notices=tuple(notices),
-            last_logits=last_logits,
+            notices=notices,
+            last_logits=record.last_logits,
         )
 
 
@@ -320,41 +294,3 @@ def _without_start(rendered: Rendered, start: str) -> Rendered:
     cut = len(start)
     spans = tuple((first - cut, last - cut) for first, last in rendered.content_spans)
     return Rendered(rendered.text[cut:], spans)
-
-
-class _TurnClock:
-    """When each phase of a turn ended."""
-
-    def __init__(self) -> None:
-        self._began = self._restored = self._prefilled = time.perf_counter()
-        self._tokens: list[float] = []
-
-    def restored(self) -> None:
-        self._restored = self._prefilled = time.perf_counter()
-
-    def prefilled(self) -> None:
-        self._prefilled = time.perf_counter()
-
-    def token(self) -> None:
-        self._tokens.append(time.perf_counter())
-
-    @property
-    def restore_ms(self) -> float:
-        return (self._restored - self._began) * 1e3
-
-    @property
-    def prefill_ms(self) -> float:
-        return (self._prefilled - self._restored) * 1e3
-
-    def timing(self, load_model_ms: float) -> Timing:
-        tokens = self._tokens
-        rate = None
-        if len(tokens) > 1:
-            rate = (len(tokens) - 1) / (tokens[-1] - tokens[0])
-        return Timing(
-            load_model_ms=load_model_ms,
-            restore_ms=self.restore_ms,
-            prefill_ms=self.prefill_ms,
-            ttft_ms=((tokens[0] if tokens else self._prefilled) - self._began) * 1e3,
-            decode_tokens_per_s=rate,
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from chatkv.engine.options import SamplingOptions
@@ -59,6 +59,25 @@ class Timing:
     decode_tokens_per_s: float | None  # None: fewer than two tokens, no rate
 
 
+def measures_to_json(
+    tokens: TokenCounts, plan: Plan, plan_actual_ms: float, timing: Timing
+) -> dict[str, Any]:
+    """The measured part of a turn's JSON, which is also kept with the turn."""
+    return {
+        "tokens": asdict(tokens),
+        "plan": {
+            "chosen": plan.chosen,
+            "predicted_ms": round(plan.predicted_ms, 2),
+            "actual_ms": round(plan_actual_ms, 2),
+            "alternatives_ms": {way: round(ms, 2) for way, ms in plan.alternatives_ms.items()},
+        },
+        "timing": {
+            name: None if value is None else round(value, 2)
+            for name, value in asdict(timing).items()
+        },
+    }
+
+
 @dataclass(frozen=True)
 class TurnResult:
     session: str
@@ -75,33 +94,13 @@ class TurnResult:
 
     def to_json(self) -> dict[str, Any]:
         """The object that `ask --json` prints."""
-        plan, timing = self.plan, self.timing
-        rate = timing.decode_tokens_per_s
+        measures = measures_to_json(self.tokens, self.plan, self.plan_actual_ms, self.timing)
         return {
             "session": self.session,
             "turn": self.turn,
             "text": self.text,
             "finish_reason": self.finish_reason,
-            "tokens": {
-                "prompt": self.tokens.prompt,
-                "reused": self.tokens.reused,
-                "loaded": self.tokens.loaded,
-                "computed": self.tokens.computed,
-                "generated": self.tokens.generated,
-            },
-            "plan": {
-                "chosen": plan.chosen,
-                "predicted_ms": round(plan.predicted_ms, 2),
-                "actual_ms": round(self.plan_actual_ms, 2),
-                "alternatives_ms": {k: round(v, 2) for k, v in plan.alternatives_ms.items()},
-            },
-            "timing": {
-                "load_model_ms": round(timing.load_model_ms, 1),
-                "restore_ms": round(timing.restore_ms, 2),
-                "prefill_ms": round(timing.prefill_ms, 2),
-                "ttft_ms": round(timing.ttft_ms, 2),
-                "decode_tokens_per_s": None if rate is None else round(rate, 2),
-            },
+            **measures,
             "model": self.model,
             "notices": list(self.notices),
         }

@@ -1,0 +1,86 @@
+"""What is measured of a turn while it runs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from chatkv.restore.plan import Plan
+from chatkv.session.turn import FinishReason, Timing, TokenCounts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from chatkv.restore.restorer import Restored
+
+
+def _now() -> float:
+    return time.perf_counter()
+
+
+@dataclass
+class TurnRecord:
+    """Filled in phase by phase; a turn that is cut off leaves the later phases empty."""
+
+    load_model_ms: float
+    finish: FinishReason = "interrupted"
+    restored: Restored | None = None
+    num_computed: int = 0
+    last_logits: Tensor | None = None
+    _began: float = field(default_factory=_now)
+    _restored_at: float | None = None
+    _prefilled_at: float | None = None
+    _token_times: list[float] = field(default_factory=list)
+
+    def restore_done(self, restored: Restored) -> None:
+        self.restored, self._restored_at = restored, _now()
+
+    def chunk_done(self, num_cached: int) -> None:
+        """A prefill chunk is computed: num_cached tokens now have their KV."""
+        self._prefilled_at = _now()
+        if self.restored is not None:
+            self.num_computed = num_cached - self.restored.reused - self.restored.loaded
+
+    def token_done(self) -> None:
+        self._token_times.append(_now())
+
+    @property
+    def plan(self) -> Plan:
+        return self.restored.plan if self.restored else Plan("none", 0.0)
+
+    @property
+    def plan_actual_ms(self) -> float:
+        """From the turn's beginning to its first logits."""
+        return self._since_began_ms(self._prefilled_at)
+
+    @property
+    def prefill_s(self) -> float:
+        if self._prefilled_at is None or self._restored_at is None:
+            return 0.0
+        return self._prefilled_at - self._restored_at
+
+    def tokens(self, num_generated: int) -> TokenCounts:
+        reused = self.restored.reused if self.restored else 0
+        loaded = self.restored.loaded if self.restored else 0
+        return TokenCounts(
+            prompt=reused + loaded + self.num_computed,
+            reused=reused,
+            loaded=loaded,
+            computed=self.num_computed,
+            generated=num_generated,
+        )
+
+    def timing(self) -> Timing:
+        times = self._token_times
+        rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None
+        return Timing(
+            load_model_ms=self.load_model_ms,
+            restore_ms=self._since_began_ms(self._restored_at),
+            prefill_ms=self.prefill_s * 1e3,
+            ttft_ms=self._since_began_ms(times[0] if times else self._prefilled_at),
+            decode_tokens_per_s=rate,
+        )
+
+    def _since_began_ms(self, moment: float | None) -> float:
+        return 0.0 if moment is None else (moment - self._began) * 1e3
