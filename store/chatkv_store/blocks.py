@@ -132,6 +132,31 @@ class BlockStore:
             miss = f"from token {at // ID_BYTES} of {len(ids) // ID_BYTES}: {miss or 'not stored'}"
         return Match(blocks, at // ID_BYTES, miss)
 
+    def locate(
+        self, namespace: bytes, token_ids: Sequence[int], layout: KVLayout
+    ) -> list[StoredBlock | None]:
+        """What is stored of `token_ids`, block by block, also behind gaps. Reads headers only.
+
+        Entry i is about the tokens from i * block_tokens on: a stored block, `num_tokens` of which
+        are good (fewer than the block's place holds where only a part of it is stored), or None.
+        Keys follow from the ids alone, so that a missing block hides none of those behind it.
+        """
+        ids = pack_ids(token_ids)
+        block_bytes = layout.block_tokens * ID_BYTES
+        found: list[StoredBlock | None] = []
+        parent = namespace
+        for at in range(0, len(ids), block_bytes):
+            wanted = ids[at : at + block_bytes]
+            with self.env.read() as txn:
+                stored = self._tables.longest_child(txn, namespace, parent, wanted, layout)
+            if stored is None:
+                found.append(None)
+            else:
+                key, num_tokens, header = stored
+                found.append(StoredBlock(key, at // ID_BYTES, num_tokens, header))
+            parent = block_key(parent, wanted)
+        return found
+
     def read(self, block: StoredBlock, group: int, out: Bits) -> int:
         """Decode value `group` of `block` into `out`; returns the payload bytes read.
 

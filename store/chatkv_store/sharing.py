@@ -2,6 +2,8 @@
 
 Blocks know nothing of sessions; they are found by tokens. So a session's blocks are looked up the
 way a resume would find them, from its token log, and a block that several sessions find is shared.
+No count of references is kept anywhere: what is derived from the logs each time is right after any
+crash, and a fork or a deleted session changes it without a write.
 """
 
 from __future__ import annotations
@@ -9,9 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from chatkv_store.blocks import BlockStore, Match
+from chatkv_store.blocks import BlockStore
+from chatkv_store.chain import StoredBlock
 from chatkv_store.conversations import Conversations, Session
 from chatkv_store.layout import KVLayout
 
@@ -21,7 +23,7 @@ class SessionUsage:
     """What the disk tier holds for one session; bytes are those of the encoded values."""
 
     session: Session
-    num_stored_tokens: int  # the next turn need not compute these
+    num_stored_tokens: int  # behind gaps too: both-ends restore computes the front, loads the rest
     num_blocks: int
     unique_bytes: int  # found by this session alone
     shared_bytes: int  # found by others too
@@ -49,40 +51,65 @@ def usage(
     What is shared is judged among all sessions, whichever are asked for.
     """
     everyone = conversations.list_sessions()
-    layouts = {space: _layout(info) for space, info in blocks.namespaces().items()}
-    matches = {
-        session.id: _match(blocks, layouts, session, conversations.token_log(session.id))
-        for session in everyone
+    layouts = known_layouts(blocks)
+    known = {space.hex() for space in layouts}
+    found = {
+        session.id: stored_blocks(blocks, conversations, session, layouts) for session in everyone
     }
-    finders = Counter(block.key for match in matches.values() for block in match.blocks)
+    finders = Counter(block.key for one in found.values() for block in one)
     wanted = everyone if sessions is None else list(sessions)
     return Usage(
-        [_share(session, matches[session.id], finders) for session in wanted],
+        [
+            _share(session, found[session.id], finders, (session.namespace or "") in known)
+            for session in wanted
+        ],
         frozenset(finders),
     )
 
 
-def _match(
-    blocks: BlockStore, layouts: dict[bytes, KVLayout], session: Session, token_ids: Iterable[int]
-) -> Match:
-    space = bytes.fromhex(session.namespace or "")
-    if space not in layouts:
-        return Match([], 0, "no model has stored KV for it")
-    return blocks.match(space, list(token_ids), layouts[space])
+def stored_blocks(
+    blocks: BlockStore,
+    conversations: Conversations,
+    session: Session,
+    layouts: dict[bytes, KVLayout] | None = None,
+) -> list[StoredBlock]:
+    """The blocks that hold KV of the session, gaps left out.
+
+    `layouts` are those of all namespaces, where the caller has them already.
+    """
+    if layouts is None:
+        layouts = known_layouts(blocks)
+    layout = layouts.get(bytes.fromhex(session.namespace or ""))
+    if layout is None:
+        return []
+    token_ids = conversations.token_log(session.id)
+    located = blocks.locate(bytes.fromhex(session.namespace or ""), token_ids, layout)
+    return [block for block in located if block is not None]
 
 
-def _share(session: Session, match: Match, finders: Counter[bytes]) -> SessionUsage:
-    unique = shared = raw = 0
-    for block in match.blocks:
+def known_layouts(blocks: BlockStore) -> dict[bytes, KVLayout]:
+    """The layout of each namespace that a model has registered."""
+    return {
+        space: KVLayout.from_json(info["layout"]) for space, info in blocks.namespaces().items()
+    }
+
+
+def _share(
+    session: Session, found: list[StoredBlock], finders: Counter[bytes], is_known: bool
+) -> SessionUsage:
+    unique = shared = raw = tokens = 0
+    miss: str | None = None
+    for block in found:
         raw += block.header.num_raw_bytes
         if finders[block.key] == 1:
             unique += block.header.num_payload_bytes
         else:
             shared += block.header.num_payload_bytes
-    return SessionUsage(
-        session, match.num_tokens, len(match.blocks), unique, shared, raw, match.miss
-    )
-
-
-def _layout(info: dict[str, Any]) -> KVLayout:
-    return KVLayout.from_json(info["layout"])
+        if miss is None and block.start != tokens:
+            miss = f"from token {tokens} of {session.num_tokens}: not stored until {block.start}"
+        tokens += block.num_tokens
+    if miss is None and tokens < session.num_tokens:
+        miss = f"from token {tokens} of {session.num_tokens}: not stored"
+    if not is_known:
+        miss = "no model has stored KV for it"
+    return SessionUsage(session, tokens, len(found), unique, shared, raw, miss)
