@@ -43,7 +43,9 @@ def next_turns(session: str, model: Path) -> tuple[dict[str, Any], dict[str, Any
 
     with Conversations(folders().conversations) as conversations:
         twin = conversations.fork(session).id
-    damaged = run_turns(["And then?"], session=session, model=str(model), **OPTIONS)[0]
+    damaged = run_turns(
+        ["And then?"], session=session, model=str(model), restore="reload", **OPTIONS
+    )[0]
     clean = run_turns(
         ["And then?"], session=twin, model=str(model), restore="re-prefill", **OPTIONS
     )[0]

@@ -46,6 +46,7 @@ def test_five_turns_in_five_processes_equal_one_process(
     temperature: float, fresh_home: Callable[[str], None], smollm2_gguf: Path
 ) -> None:
     options = {"model": str(smollm2_gguf), "temperature": temperature, "max_tokens": 24}
+    options |= {"restore": "reload"}
     fresh_home("together")
     together = run_turns_in_process(TEXTS, **options)
     fresh_home("apart")
@@ -78,7 +79,7 @@ def resume_at(
     probe = run_turns(["Count to ten."], model=model, max_tokens=1, **options)
     prompt = probe[0]["tokens"]["prompt"]
     assert prompt < length
-    options |= {"model": model, "max_tokens": length - prompt}
+    options |= {"model": model, "max_tokens": length - prompt, "restore": "reload"}
     # Whether a sampled reply stops early is up to the seed; take the first whose reply does not.
     for seed in range(20):
         fresh_home(f"apart-{seed}")
@@ -119,8 +120,8 @@ def test_a_new_session_shares_the_system_prompt_of_another(
 ) -> None:
     model = str(tiny_checkpoint("smollm"))
     system = "You are a very patient teacher. " * 12
-    first = run_turns(["Hello"], model=model, system=system)
-    second = run_turns(["Hello"], model=model, system=system)
+    first = run_turns(["Hello"], model=model, system=system, restore="reload")
+    second = run_turns(["Hello"], model=model, system=system, restore="reload")
     other = run_turns(["Something else"], model=model, system=system, restore="reload")
     assert first[0]["tokens"]["loaded"] == 0
     assert second[0]["tokens"]["loaded"] == second[0]["tokens"]["prompt"] - 1

@@ -92,7 +92,7 @@ def test_a_cancelled_answer_keeps_what_was_said(model: str) -> None:
         assert chat.conversation.turns[0].reply_text == "".join(shown)
         assert chat.conversation.turns[0].state == "interrupted"
     with opened(model, session) as chat:
-        assert say(chat, "go on").tokens.loaded > 0
+        assert say(chat, "go on", restore="reload").tokens.loaded > 0
 
 
 def test_cancelling_a_prefill_keeps_the_question(model: str) -> None:

@@ -1,0 +1,107 @@
+"""The planner as a pure function: never worse than the best method by its own model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chatkv.errors import PersistenceError, UsageError
+from chatkv.restore.cost import CostFile, CostModel
+from chatkv.restore.plan import (
+    EXACT_IS_WORTH_MS,
+    EXACT_IS_WORTH_SHARE,
+    Situation,
+    choose,
+)
+
+RATES = st.builds(
+    CostModel,
+    load_fixed_s=st.floats(0, 0.1),
+    load_s_per_token=st.floats(1e-7, 1e-2),
+    prefill_fixed_s=st.floats(0, 0.1),
+    prefill_s_per_token=st.floats(1e-6, 1e-2),
+    prefill_s_per_token_pair=st.floats(0, 1e-6),
+)
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> Situation:
+    total = draw(st.integers(1, 10_000))
+    history = draw(st.integers(0, total - 1))
+    in_pool = draw(st.integers(0, history))
+    return Situation(total, in_pool, draw(st.integers(in_pool, total)), history)
+
+
+@given(situations(), RATES)
+def test_never_much_worse_than_the_best_single_method(here: Situation, cost: CostModel) -> None:
+    plan = choose(here, cost)
+    if plan.alternatives_ms:
+        best = min(plan.alternatives_ms.values())
+        assert plan.predicted_ms <= max(best * (1 + EXACT_IS_WORTH_SHARE), best + EXACT_IS_WORTH_MS)
+        assert plan.predicted_ms == plan.alternatives_ms[plan.chosen]
+    else:
+        assert plan.chosen == "none"
+
+
+@given(situations(), RATES, st.floats(0.1, 1.0))
+def test_a_faster_disk_never_makes_it_slower(
+    here: Situation, cost: CostModel, factor: float
+) -> None:
+    faster = replace(cost, load_s_per_token=cost.load_s_per_token * factor)
+    before, after = choose(here, cost), choose(here, faster)
+    assert after.alternatives_ms.get("reload", 0) <= before.alternatives_ms.get("reload", 0)
+    if before.chosen == "reload":
+        assert after.chosen == "reload"
+
+
+@given(situations(), RATES)
+def test_exact_reloads_or_refuses(here: Situation, cost: CostModel) -> None:
+    loaded = here.in_pool + here.loadable
+    if loaded < here.history:
+        with pytest.raises(PersistenceError, match="--exact"):
+            choose(here, cost, exact=True)
+    else:
+        assert choose(here, cost, exact=True).chosen in ("none", "reload")
+
+
+@given(situations(), RATES, st.sampled_from(["reload", "re-prefill"]))
+def test_what_is_wanted_is_done_where_it_is_possible(
+    here: Situation, cost: CostModel, wanted: str
+) -> None:
+    plan = choose(here, cost, wanted)  # type: ignore[arg-type]
+    if wanted in plan.alternatives_ms:
+        assert plan.chosen == wanted
+
+
+def test_both_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="both ends"):
+        choose(Situation(100, 0, 90, 90), CostModel(), "both")
+
+
+@given(RATES, st.integers(1, 8000), st.floats(1e-4, 100))
+def test_rates_follow_what_was_measured_and_never_jump(
+    cost: CostModel, tokens: int, seconds: float
+) -> None:
+    learnt = cost.after_load(tokens, seconds)
+    before, after = cost.load_s(tokens), learnt.load_s(tokens)
+    assert min(before, seconds) * 0.999 <= after <= max(before, seconds) * 1.001
+    assert 0.6 <= learnt.load_s_per_token / cost.load_s_per_token <= 1.6
+    for _ in range(200):
+        learnt = learnt.after_prefill(0, tokens, seconds)
+    if seconds > 2 * cost.prefill_fixed_s:
+        assert learnt.prefill_s(0, tokens) == pytest.approx(seconds, rel=0.05)
+
+
+def test_the_file_keeps_models_apart_and_survives_nonsense(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    file = CostFile(tmp_path / "costs.json")
+    assert file.load("a") == CostModel()
+    learnt = CostModel().after_load(100, 1.0)
+    file.save("a", learnt)
+    file.save("b", CostModel(load_fixed_s=1.0))
+    assert file.load("a") == learnt
+    for nonsense in ("", "[]", '{"a": 3}', '{"a": {"other_version": 1}}'):
+        file.path.write_text(nonsense)
+        assert file.load("a") == CostModel()
