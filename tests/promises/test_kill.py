@@ -88,6 +88,15 @@ def check_after_kill(
             assert "text" not in heard.events, "answered without having saved the question"
     options = {"model": model, "dtype": "float32", "max_tokens": 4, "restore": "reload"}
     answer = run_turns(["And then?"], session=session, **options)[0]
+    prompt = answer["log"][: answer["tokens"]["prompt"]]
+    assert oracle.agrees(prompt, answer["reply_ids"])
+    return answer["plan"]["chosen"]
+
+
+def kill_rounds(home: Path, model: str, count: int, max_tokens: int) -> None:
+    rng = random.Random(20)
+    options = {"model": model, "dtype": "float32", "max_tokens": max_tokens}
+    first = run_turns([STORY + "Why?"], model=model, dtype="float32", max_tokens=12)[0]
     oracle = Oracle(model)
     plans = set()
     for when, delay_s in moments(rng, count):
