@@ -31,67 +31,20 @@ Planes are ordered [2 (K, V), layers, heads, slab].
 from __future__ import annotations
 
 import math
-import struct
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
 
-FORMAT_VERSION: Final = 1
-
-Bits = npt.NDArray[Any]  # uint16 or uint32, [layers, 2, heads, tokens, head_dim]
-Bytes = npt.NDArray[np.uint8]
-
-_HEAD = struct.Struct("<BBBx")
-
-
-class PayloadDamaged(ValueError):
-    """Payload `index` of a run does not decode to the shape that was asked for."""
-
-    def __init__(self, index: int, reason: str) -> None:
-        super().__init__(reason)
-        self.index = index
-
-
-@dataclass(frozen=True, slots=True)
-class Payloads:
-    """The payloads of some neighbouring blocks: row `i` of `rows` starts with `sizes[i]` bytes.
-
-    Rows make one array of them, so that a run of blocks costs as many numpy calls as one block.
-    """
-
-    rows: Bytes  # [blocks, bytes of a row]; the length of a row is a multiple of 4
-    sizes: Sequence[int]
-
-    def __getitem__(self, index: int) -> Bytes:
-        return self.rows[index, : self.sizes[index]]
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    def first(self, count: int) -> Payloads:
-        return Payloads(self.rows[:count], self.sizes[:count])
-
-
-class Codec(Protocol):
-    """Turns the bits of one value into bytes and back. Safe to use from several threads."""
-
-    id: int
-    name: str
-
-    def encode(self, bits: Bits) -> bytes:
-        """The payload of `bits`, [layers, 2, heads, tokens, head_dim], any strides."""
-
-    def decode(self, payloads: Payloads, out: Bits) -> None:
-        """Write the values of n blocks side by side into `out`, any strides.
-
-        `out` is [layers, 2, heads, n * tokens, head_dim]. Raises PayloadDamaged before anything
-        is written.
-        """
+from chatkv_store.payloads import FORMAT_VERSION, HEAD, Bytes, check_head, per_block
+from chatkv_store.payloads import Bits as Bits
+from chatkv_store.payloads import Codec as Codec
+from chatkv_store.payloads import Context as Context
+from chatkv_store.payloads import PayloadDamaged as PayloadDamaged
+from chatkv_store.payloads import Payloads as Payloads
 
 
 class Raw:
@@ -99,18 +52,19 @@ class Raw:
 
     id = 0
     name = "raw"
+    family = "lossless"
 
-    def encode(self, bits: Bits) -> bytes:
+    def encode(self, bits: Bits, context: Context | None = None) -> bytes:
         return _head(self, bits.itemsize) + np.ascontiguousarray(bits).tobytes()
 
     def decode(self, payloads: Payloads, out: Bits) -> None:
         value_bytes = out.nbytes // len(payloads)
         for index in range(len(payloads)):
-            _check_head(self, payloads, index, out)
-            if payloads.sizes[index] != _HEAD.size + value_bytes:
+            check_head(payloads, index, _head(self, out.itemsize))
+            if payloads.sizes[index] != HEAD.size + value_bytes:
                 raise PayloadDamaged(index, f"{payloads.sizes[index]} bytes do not fill the block")
-        blocks = _per_block(out, len(payloads))
-        np.copyto(blocks, _plane(payloads, _HEAD.size, out.dtype, blocks.shape))
+        blocks = per_block(out, len(payloads))
+        np.copyto(blocks, _plane(payloads, HEAD.size, out.dtype, blocks.shape))
 
 
 class Lossless:
@@ -118,8 +72,9 @@ class Lossless:
 
     id = 1
     name = "lossless"
+    family = "lossless"
 
-    def encode(self, bits: Bits) -> bytes:
+    def encode(self, bits: Bits, context: Context | None = None) -> bytes:
         words, rest = _split_float32(bits) if bits.itemsize == 4 else (bits, b"")
         first, second = (half[0] for half in _halves(np.ascontiguousarray(words), 1))
         high = np.ascontiguousarray((first >> 8) | (second & 0xFF00))
@@ -129,11 +84,11 @@ class Lossless:
 
     def decode(self, payloads: Payloads, out: Bits) -> None:
         num_elements = out.size // len(payloads)  # of one value
-        rest_at = _HEAD.size + num_elements
+        rest_at = HEAD.size + num_elements
         frame_at = rest_at + (2 * num_elements if out.itemsize == 4 else 0)
         high = _thread.words("high", out.size // 2).reshape(len(payloads), -1)
         for index in range(len(payloads)):
-            _check_head(self, payloads, index, out)
+            check_head(payloads, index, _head(self, out.itemsize))
             _decompress(payloads, index, frame_at, high[index].view(np.uint8))
         if out.itemsize == 2 and _slabs_are_whole(out):
             _join_planes(high, payloads, out)
@@ -144,7 +99,7 @@ class Lossless:
             np.copyto(out, words)
             return
         np.left_shift(words, 16, out=out, dtype=out.dtype)
-        blocks = _per_block(out, len(payloads))
+        blocks = per_block(out, len(payloads))
         blocks |= _plane(payloads, rest_at, np.dtype("<u2"), blocks.shape)
 
 
@@ -160,7 +115,7 @@ def _join_planes(high: Bits, payloads: Payloads, out: Bits) -> None:
     """Undo the pairing; `high` is used up."""
     first, second = _halves(out, len(payloads))
     high = high.reshape(first.shape)
-    low = _plane(payloads, _HEAD.size, np.dtype("<u2"), first.shape)
+    low = _plane(payloads, HEAD.size, np.dtype("<u2"), first.shape)
     part = _thread.words("part", high.size).reshape(first.shape)
     np.right_shift(low, 8, out=part)
     np.bitwise_xor(high, part, out=second)
@@ -175,13 +130,6 @@ def _plane(payloads: Payloads, at: int, dtype: np.dtype[Any], shape: tuple[int, 
     return payloads.rows[:, at : at + num_bytes].view(dtype).reshape(shape)
 
 
-def _per_block(out: Bits, num_blocks: int) -> Bits:
-    """[layers, 2, heads, blocks * tokens, head_dim] as [blocks, layers, 2, heads, tokens, ...]."""
-    layers, _, heads, tokens, head_dim = out.shape
-    split = out.reshape(layers, 2, heads, num_blocks, tokens // num_blocks, head_dim)
-    return split.transpose(3, 0, 1, 2, 4, 5)
-
-
 def _slabs_are_whole(out: Bits) -> bool:
     """Whether the tokens of a head lie one after another, as `_halves` needs to make views."""
     return out.strides[4] == out.itemsize and out.strides[3] == out.itemsize * out.shape[4]
@@ -193,14 +141,7 @@ def _split_float32(bits: Bits) -> tuple[Bits, bytes]:
 
 
 def _head(codec: Codec, itemsize: int) -> bytes:
-    return _HEAD.pack(FORMAT_VERSION, codec.id, itemsize)
-
-
-def _check_head(codec: Codec, payloads: Payloads, index: int, out: Bits) -> None:
-    found = payloads[index][: _HEAD.size].tobytes()
-    wanted = _head(codec, out.itemsize)
-    if found != wanted:
-        raise PayloadDamaged(index, f"it starts with {found.hex()}, not {wanted.hex()}")
+    return HEAD.pack(FORMAT_VERSION, codec.id, itemsize, 0)
 
 
 def _compress(*blocks: memoryview) -> bytes:
