@@ -10,6 +10,7 @@ began from being reused, and the file grows until it is full.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -26,8 +27,10 @@ from chatkv_store.errors import (
     StoreVersionError,
 )
 from chatkv_store.gate import Gate
+from chatkv_store.users import Users
 
 DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"
+COMPACTION_FOLDER = "compaction"  # where `compact` writes; a dead one's is removed at an open
 START_MAP_BYTES = 1 << 30
 MAX_READERS = 512  # reader slots over all processes; a dead process's are freed at the next open
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -58,9 +61,21 @@ class Environment:
         if read_only and not (path / DATA_FILE).is_file():
             raise StoreError(f"no KV cache in {path}")
         with _translated(path):
-            size = _file_bytes(path)
-            map_bytes = max(size, min(max(2 * size, start_map_bytes), max_bytes or 1 << 62))
-            self._env = _open(path, _whole_pages(map_bytes), len(databases), read_only)
+            if not read_only:
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._users = Users(path)
+            if not read_only:  # as one of the users: nobody can be compacting now
+                shutil.rmtree(path / COMPACTION_FOLDER, ignore_errors=True)
+        try:
+            with _translated(path):
+                size = _file_bytes(path)
+                map_bytes = max(2 * size, start_map_bytes)
+                if max_bytes is not None:
+                    map_bytes = max(size, min(map_bytes, _cap_pages(max_bytes)))
+                self._env = _open(path, _whole_pages(map_bytes), len(databases), read_only)
+        except BaseException:
+            self._users.leave()
+            raise
         self.map_bytes: int = self._env.info()["map_size"]
         try:
             with _translated(path):
@@ -68,17 +83,18 @@ class Environment:
                 self._cover_whole_file()
                 self.databases = self._open_databases(databases)
         except BaseException:
-            self._env.close()
+            self.close()
             raise
 
     def read(self) -> AbstractContextManager[Any]:
         """A read transaction whose values are memoryviews of the map, valid until it ends."""
         return _Read(self)
 
-    def write(self, work: Callable[[Any], T]) -> T:
+    def write(self, work: Callable[[Any], T], limit_bytes: int | None = None) -> T:
         """Commit `work(txn)` and return its result; nothing is written when it raises.
 
-        `work` may run again from its start, when the map had to grow.
+        `work` may run again from its start, when the map had to grow; for this it grows to
+        `limit_bytes` at most, and never beyond the cap.
         """
         if self.read_only:
             raise StoreReadOnly(f"the KV cache in {self.path} is open for reading only")
@@ -88,7 +104,21 @@ class Environment:
                 with self._gate.shared(), _translated(self.path), self._begin(write=True) as txn:
                     return work(txn)
             except _MapIsFull:
-                self._grow(full_at)
+                self._grow(full_at, limit_bytes)
+
+    def fit_map(self, limit_bytes: int) -> None:
+        """Let the file not grow beyond `limit_bytes`, until a write asks for more.
+
+        The map is what LMDB cannot outgrow, so that is what is cut; pages in use stay.
+        """
+        if self.map_bytes <= limit_bytes:
+            return
+        with self._gate.exclusive(), _translated(self.path):
+            end = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+            wanted = max(end, limit_bytes // PAGE_BYTES * PAGE_BYTES)
+            if wanted < self.map_bytes:
+                self._env.set_mapsize(wanted)
+                self.map_bytes = self._env.info()["map_size"]
 
     def info(self) -> dict[str, int]:
         """Bytes of the file, of the map, and of pages that are free for reuse; reader slots."""
@@ -117,6 +147,7 @@ class Environment:
         """Wait for the transactions of this process and unmap. Closing twice is fine."""
         with self._gate.exclusive():
             self._env.close()
+            self._users.leave()
 
     def _begin(self, *, write: bool) -> Any:
         """A transaction; adopts the larger map first where another process has grown it.
@@ -130,15 +161,24 @@ class Environment:
                 with self._gate.upgraded():
                     self._env.set_mapsize(0)
                     self.map_bytes = self._env.info()["map_size"]
+                    if self._max_bytes is not None and self.map_bytes > self._max_bytes:
+                        self._env.set_mapsize(_cap_pages(self._max_bytes))  # or what is used
+                        self.map_bytes = self._env.info()["map_size"]
 
-    def _grow(self, full_at: int) -> None:
-        """Double the map that was full at `full_at` bytes, up to the cap."""
+    def _grow(self, full_at: int, limit_bytes: int | None) -> None:
+        """Double the map that was full at `full_at` bytes, up to the limit and the cap."""
         with self._gate.exclusive():
             if self.map_bytes > full_at:
                 return  # another thread has grown it meanwhile
             wanted = 2 * full_at
             if self._max_bytes is not None:
-                wanted = min(wanted, _whole_pages(self._max_bytes))
+                wanted = min(wanted, _cap_pages(self._max_bytes))
+            if limit_bytes is not None and min(wanted, _cap_pages(limit_bytes)) <= full_at:
+                raise StoreFull(
+                    f"the KV cache in {self.path} has no room within {limit_bytes} bytes"
+                )
+            if limit_bytes is not None:
+                wanted = min(wanted, _cap_pages(limit_bytes))
             if wanted <= full_at:
                 raise StoreFull(
                     f"the KV cache in {self.path} has reached its cap of {self._max_bytes} bytes; "
@@ -233,7 +273,6 @@ def _open(path: Path, map_bytes: int, num_databases: int, read_only: bool) -> An
         "readahead": True,  # off, cold reads were 10x slower
     }
     if not read_only:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return lmdb.open(str(path), **options)
     try:
         return lmdb.open(str(path), **options)
@@ -290,6 +329,11 @@ _DAMAGE = (
 
 def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _cap_pages(num_bytes: int) -> int:
+    """The whole pages that a cap has room for."""
+    return num_bytes // PAGE_BYTES * PAGE_BYTES
 
 
 def _file_bytes(path: Path) -> int:
