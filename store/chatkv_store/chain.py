@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from chatkv_store.header import BlockHeader
 
 if TYPE_CHECKING:
-    from chatkv_store.codec import Bits
+    from chatkv_store.payloads import Bits, Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,16 @@ class NewBlock:
 
     `parent` is the key of the block before it, or the namespace. `values` holds one array of
     `KVLayout.value_shape(group, len(token_ids))` per value, or makes it when asked.
+
+    Lossy codecs quantise keys as they are before the rotary embedding, so they need to know the
+    position of the first token and the embedding's inverse frequencies, float32 [head_dim / 2].
     """
 
     parent: bytes
     token_ids: Sequence[int]
     values: Sequence[Bits] | Callable[[int], Bits]
+    start: int = 0
+    inverse_frequencies: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True)

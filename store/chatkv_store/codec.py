@@ -26,6 +26,8 @@ lossless    The high byte of a 16-bit element (sign and most of the exponent) re
             bytes and cost three more passes.
 
 Planes are ordered [2 (K, V), layers, heads, slab].
+
+The others: `packed` in codec_packed.py; `int8`, `fp8` and `int4` in codec_quantised.py.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from chatkv_store.codec_packed import Packed
+from chatkv_store.codec_quantised import FP8, INT4, INT8
 from chatkv_store.payloads import FORMAT_VERSION, HEAD, Bytes, check_head, per_block
 from chatkv_store.payloads import Bits as Bits
 from chatkv_store.payloads import Codec as Codec
@@ -101,6 +105,17 @@ class Lossless:
         np.left_shift(words, 16, out=out, dtype=out.dtype)
         blocks = per_block(out, len(payloads))
         blocks |= _plane(payloads, rest_at, np.dtype("<u2"), blocks.shape)
+
+
+class Kept(Lossless):
+    """`lossless`, for KV that has been through a lossy codec once and must not be again.
+
+    Where a session forks, or a damaged block is computed anew, the front of a new block comes from
+    an older, quantised one. Its id is how later processes know.
+    """
+
+    id = 6
+    name = "kept"
 
 
 def _halves(words: Bits, num_blocks: int) -> tuple[Bits, Bits]:
@@ -199,7 +214,7 @@ _HUFFMAN_ONLY = zstandard.ZstdCompressionParameters(
 )
 
 _thread = _PerThread()
-_CODECS: tuple[Codec, ...] = (Raw(), Lossless())
+_CODECS: tuple[Codec, ...] = (Raw(), Lossless(), Packed(), INT8, FP8, INT4, Kept())
 
 
 def by_name(name: str) -> Codec:
@@ -207,6 +222,17 @@ def by_name(name: str) -> Codec:
         if codec.name == name:
             return codec
     raise ValueError(f"no codec {name!r}; known: {', '.join(codec.name for codec in _CODECS)}")
+
+
+def for_block(name: str, is_full: bool) -> Codec:
+    """The codec for one block where `name` is wished. Tokens of a block that still grows are
+    quantised when it is full, all at once and from their originals; until then they stay whole."""
+    wished = by_name(name)
+    return wished if is_full or not is_lossy(wished) else by_name("lossless")
+
+
+def is_lossy(coder: Codec) -> bool:
+    return coder.family != "lossless"
 
 
 def by_id(number: int) -> Codec | None:

@@ -26,19 +26,20 @@ class Encoded:
 
 def encode(namespace: bytes, layout: KVLayout, block: NewBlock, codec: str) -> Encoded:
     """Encode `block`; raises ValueError where its arrays are not those of `layout`."""
-    from chatkv_store.codec import by_name
+    from chatkv_store.codec import Context, for_block
 
     ids = pack_ids(block.token_ids)
     num_tokens = len(ids) // ID_BYTES
     if not 1 <= num_tokens <= layout.block_tokens:
         raise ValueError(f"a block holds 1..{layout.block_tokens} tokens, not {num_tokens}")
-    encoder = by_name(codec)
+    encoder = for_block(codec, num_tokens == layout.block_tokens)
+    context = Context(layout.dtype, block.start, block.inverse_frequencies)
     payloads = []
     for group in range(layout.num_values):
         bits = block.values(group) if callable(block.values) else block.values[group]
         if bits.shape != layout.value_shape(group, num_tokens) or bits.dtype != layout.bits_dtype:
             raise ValueError(f"value {group} is {bits.dtype} {bits.shape}, not as in {layout}")
-        payloads.append(encoder.encode(bits))
+        payloads.append(encoder.encode(bits, context))
     header = BlockHeader(
         encoder.id,
         layout,
