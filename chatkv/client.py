@@ -7,7 +7,7 @@ at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -54,7 +54,9 @@ def open_chat(
     from chatkv.model.catalog import find_model
     from chatkv_store.conversations import Conversations
 
-    with Conversations(folders.make().conversations) as conversations:
+    with suppress(OSError):  # nothing can be made on a full disk; who needs a folder will say so
+        folders.make()
+    with Conversations(folders.conversations, must_open=False) as conversations:
         session = _session(conversations, request)
         settings = session.settings if session else {}
         model = request.model or settings.get("model")
@@ -76,6 +78,8 @@ def _session(conversations: Conversations, request: ChatRequest) -> Session | No
         raise UsageError("give either --continue or --resume, not both")
     if request.resume is None and not request.resume_last:
         return None
+    if conversations.refusal is not None and not conversations.list_sessions(limit=1):
+        raise conversations.refusal  # the file cannot be opened, so nothing can be looked up
     session = (
         conversations.last_session()
         if request.resume is None

@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -108,12 +108,16 @@ class Runtime:
             "tokenizer": self._tokenizer_digest(),
             "seed": int.from_bytes(os.urandom(7), "big") if seed is None else seed,
         }
-        return self.conversations.create_session(
-            title=title,
-            model=self.prepared.name,
-            namespace=self.namespace.hex(),
-            settings=settings,
-        )
+        of_model: dict[str, Any] = {
+            "title": title,
+            "model": self.prepared.name,
+            "namespace": self.namespace.hex(),
+            "settings": settings,
+        }
+        try:
+            return self.conversations.create_session(**of_model)
+        except StoreError:  # the conversation's journal says so, and writes it when it can
+            return self.conversations.unsaved_session(**of_model)
 
     def open(self, session: Session) -> Conversation:
         """The session, ready for its next turn; closed by the caller.
@@ -127,9 +131,10 @@ class Runtime:
                 "reads its tokens differently: leave --model out, or start a new session"
             )
         if session.namespace != self.namespace.hex():
-            session = self.conversations.update_session(
-                session.id, namespace=self.namespace.hex(), model=self.prepared.name
-            )
+            with suppress(StoreError):  # nobody needs it before the next turn that is saved
+                session = self.conversations.update_session(
+                    session.id, namespace=self.namespace.hex(), model=self.prepared.name
+                )
         parts = ModelParts(
             self.prepared.name,
             self.engine,

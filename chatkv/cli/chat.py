@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from chatkv.cli.answer import Interrupt, Status, chat_options, say, summary, turn_options
+from chatkv.cli.output import plural
 from chatkv.client import ChatRequest, OpenChat, open_chat
 from chatkv.errors import ContextFull
 from chatkv.paths import folders
@@ -46,6 +47,9 @@ def chat(**arguments: Any) -> None:
                 say(f"chatkv: {notice}")
             _greet(opened)
             _converse(opened.conversation, options, arguments["system"], status)
+        if opened.conversation.journal.num_unsaved:
+            turns = plural(opened.conversation.journal.num_unsaved, "turn")
+            say(f"chatkv: {turns} of this conversation could not be saved")
     finally:
         status.clear()
 

@@ -7,7 +7,6 @@ again. Text and ids are committed to SQLite; KV is a cache beside them.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from chatkv.errors import ContextFull, UsageError
 from chatkv.model.template import ChatTemplate, Rendered
 from chatkv.model.tokenizer import Tokenizer
 from chatkv.restore.restorer import Planned, Restorer
+from chatkv.session.journal import Journal
 from chatkv.session.record import TurnRecord
 from chatkv.session.reply import Checkpointer, Reply
 from chatkv.session.turn import Listener, TurnOptions, TurnResult, measures_to_json
@@ -48,18 +48,19 @@ class Conversation:
 
     def __init__(self, model: ModelParts, conversations: Conversations, session: Session) -> None:
         self.model = model
-        self.conversations = conversations
-        self._open = ExitStack()
-        self._open.enter_context(conversations.lease(session.id))
-        conversations.recover()
-        self.session = conversations.get_session(session.id)
-        self.turns = conversations.chain(session.id)
+        self.journal = Journal(conversations, session)
+        self.session = self.journal.session
         self.sequence = TokenSequence()
 
     def close(self) -> None:
         """Give the blocks and the lease back."""
         self.model.engine.pool.release(self.sequence.run)
-        self._open.close()
+        self.journal.close()
+
+    @property
+    def turns(self) -> list[Turn]:
+        """What was said so far, the first turn first."""
+        return self.journal.turns
 
     def __enter__(self) -> Conversation:
         return self
@@ -145,8 +146,7 @@ class Conversation:
         last = self.turns[-1] if self.turns else None
         seed = self.session.settings["seed"] if options.seed is None else options.seed
         goes_on = last is not None and last.seed == seed
-        return self.conversations.begin_turn(
-            self.session.id,
+        return self.journal.begin(
             user_text=text,
             prompt_ids=prompt_ids,
             system_text=system,
@@ -203,14 +203,12 @@ class Conversation:
         if reply.ids:
             # Text first: ids may run ahead of it, never the other way round.
             text, ids = reply.text, list(reply.ids)
-            self.conversations.checkpoint_turn(
-                turn.id, reply_text=text, reply_ids=ids, rng_draws_after=sampler.draws
-            )
+            self.journal.checkpoint(turn, text, ids, sampler.draws)
 
     def _finish(self, turn: Turn, reply: Reply, sampler: Sampler, record: TurnRecord) -> Turn:
         """Commit the turn, then hand its KV to the writer."""
-        turn = self.conversations.finish_turn(
-            turn.id,
+        turn = self.journal.finish(
+            turn,
             reply_text=reply.text,
             reply_ids=reply.ids,
             rng_draws_after=sampler.draws,
@@ -220,7 +218,6 @@ class Conversation:
                 record.tokens(len(reply.ids)), record.plan, record.plan_actual_ms, record.timing()
             ),
         )
-        self.turns = [*self.turns, turn]
         log = self.log
         self.sequence.become(log, self.sequence.common_prefix(log))
         self.model.restorer.save(self.sequence, tail=True)
@@ -264,7 +261,8 @@ class Conversation:
 
     def _notices(self, record: TurnRecord, checkpoints: Checkpointer) -> tuple[str, ...]:
         lines = list(record.restored.notices) if record.restored is not None else []
-        if checkpoints.error is not None:
+        lines += self.journal.take_notices()
+        if checkpoints.error is not None and not self.journal.num_unsaved:
             lines.append(f"the reply could not be saved while it was written: {checkpoints.error}")
         difference = self.difference_from_template()
         if difference is not None:

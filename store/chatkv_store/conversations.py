@@ -13,8 +13,8 @@ from __future__ import annotations
 import sqlite3
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -34,6 +34,7 @@ from chatkv_store.records import (
     title_from,
 )
 from chatkv_store.search import find_sessions
+from chatkv_store.ulid import ulid_after
 
 __all__ = ["Conversations", "SearchHit", "Session", "Turn"]
 
@@ -42,8 +43,9 @@ class Conversations:
     """All conversations of one file; safe for several threads and several processes.
 
     Every method raises the store's own errors (`errors.py`) and nothing of SQLite's. A file that
-    can only be read still opens: reading works, writing raises StoreReadOnly or StoreFull.
-    `clock` gives epoch seconds; order never depends on it.
+    can only be read still opens: reading works, writing raises StoreReadOnly or StoreFull until it
+    can be written. With `must_open` False so does one that cannot be opened at all; it reads as
+    empty. `clock` gives epoch seconds; order never depends on it.
     """
 
     def __init__(
@@ -52,9 +54,10 @@ class Conversations:
         *,
         clock: Callable[[], float] = time.time,
         busy_timeout_s: float = 5.0,
+        must_open: bool = True,
     ) -> None:
         self._clock = clock
-        self._database = Database(path, busy_timeout_s=busy_timeout_s)
+        self._database = Database(path, busy_timeout_s=busy_timeout_s, must_open=must_open)
         self._leases = Leases(path.with_name(path.name + ".leases"))
 
     @property
@@ -311,6 +314,64 @@ class Conversations:
             sessions.touch(conn, turn.session_id, self._clock())
             return turn
 
+    # --- what was held in memory while the file could not be written ----------------------------
+
+    def unsaved_session(
+        self, *, model: str, namespace: str | None, settings: dict[str, Any], title: str = ""
+    ) -> Session:
+        """A session that is in no file yet; `keep` writes it."""
+        now_s = self._clock()
+        return Session(
+            id=ulid_after(None, now_s),
+            title=title,
+            created_at=now_s,
+            updated_at=now_s,
+            head=None,
+            model=model,
+            namespace=namespace,
+            settings=settings,
+            pinned=False,
+            num_turns=0,
+            num_tokens=0,
+        )
+
+    def keep(self, session: Session, unsaved: Sequence[Turn]) -> None:
+        """Write turns that were held in memory, and the session where the file lacks it.
+
+        In one transaction. Turns that the file holds already, as far as they were saved, get their
+        answer; the others go behind the session's head. The session's lease must be held.
+        StoreBusy where another process has gone on with the session meanwhile.
+        """
+        self._require_lease(session.id)
+        with self._database.write() as conn:
+            now_s = self._clock()
+            if (
+                conn.execute("SELECT 1 FROM sessions WHERE id = ?", (session.id,)).fetchone()
+                is None
+            ):
+                sessions.insert(
+                    conn,
+                    session_id=session.id,
+                    title=session.title or title_from(unsaved[0].user_text if unsaved else ""),
+                    model=session.model,
+                    namespace=session.namespace,
+                    settings=session.settings,
+                    pinned=session.pinned,
+                    head=None,
+                    now_s=session.created_at,
+                )
+            for turn in unsaved:
+                if not turns.complete(conn, turn):
+                    head = resolve.by_id(conn, session.id).head
+                    if head != turn.parent_id:
+                        raise StoreBusy(
+                            f"session {session.id} was continued elsewhere: what was said here "
+                            "cannot be added to it"
+                        )
+                    turns.insert(conn, turn)
+                    sessions.set_head(conn, session.id, turn.id)
+            sessions.touch(conn, session.id, now_s)
+
     # --- living and dead processes --------------------------------------------------------------
 
     @contextmanager
@@ -322,9 +383,13 @@ class Conversations:
         """
         with self._database.read() as conn:
             resolve.by_id(conn, session_id)
-        with self._leases.hold(session_id):
+        with self.lease_of_new(session_id):
             self._interrupt_left_turns(session_id)
             yield
+
+    def lease_of_new(self, session_id: str) -> AbstractContextManager[None]:
+        """The lease of a session that no file may hold yet, see `unsaved_session`."""
+        return self._leases.hold(session_id)
 
     def recover(self) -> list[Turn]:
         """Mark the turns that a dead process left unfinished as interrupted; returns them."""

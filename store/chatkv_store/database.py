@@ -6,6 +6,7 @@ Choices, and why:
   beside KV, so the extra writes do not show.
 - A file that can be read but not written (read-only folder, full disk) is opened for reading;
   only writing raises. A full disk must not hide the conversations.
+- Such a file is tried again at every write, so it is written as soon as it can be.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from chatkv_store.errors import (
     StoreReadOnly,
     StoreVersionError,
 )
+from chatkv_store.failpoints import failpoint
 
 _NEARLY_FULL_BYTES = 1 << 20  # below this much free space an I/O error is taken for a full disk
 
@@ -34,21 +36,27 @@ _NEARLY_FULL_BYTES = 1 << 20  # below this much free space an I/O error is taken
 class Database:
     """A migrated connection, shared by the threads of this process (one at a time).
 
-    Raises StoreVersionError, StoreDamaged, StoreReadOnly, StoreFull, StoreBusy or StoreError.
+    Raises StoreVersionError, StoreDamaged, StoreReadOnly, StoreFull, StoreBusy or StoreError; with
+    `must_open` False an empty database in memory takes the file's place until it can be opened.
     """
 
-    def __init__(self, path: Path, *, busy_timeout_s: float = 5.0) -> None:
+    def __init__(self, path: Path, *, busy_timeout_s: float = 5.0, must_open: bool = True) -> None:
         self.path = path
         self._busy_timeout_s = busy_timeout_s
         self._lock = threading.RLock()
         self._refusal: StoreError | None = None  # why this file can only be read
         try:
-            _create_private(path)
-            self._conn = self._retry_while_busy(lambda: self._open("mode=rw"))
-            if not os.access(path, os.W_OK):  # SQLite opened it for reading without a word
-                self._refusal = self._read_only()
-        except (OSError, sqlite3.Error) as error:
-            self._conn = self._open_for_reading(self._named(error))
+            try:
+                _create_private(path)
+                self._conn = self._retry_while_busy(lambda: self._open("mode=rw"))
+                if not os.access(path, os.W_OK):  # SQLite opened it for reading without a word
+                    self._refusal = self._read_only()
+            except (OSError, sqlite3.Error) as error:
+                self._conn = self._open_for_reading(self._named(error))
+        except StoreError as error:
+            if must_open:
+                raise
+            self._conn, self._refusal = _empty_in_memory(), error
 
     @property
     def refusal(self) -> StoreError | None:
@@ -66,9 +74,12 @@ class Database:
         """One transaction: all of it is on the disk when the block ends, or none of it."""
         with self._lock:
             if self._refusal is not None:
-                raise self._refusal
+                self._open_again()
             with self._transaction("BEGIN IMMEDIATE", "COMMIT"):
+                failpoint("conversations.begun")
                 yield self._conn
+                failpoint("conversations.written")
+            failpoint("conversations.committed")
 
     @contextmanager
     def _transaction(self, begin: str, end: str) -> Iterator[None]:
@@ -80,9 +91,22 @@ class Database:
             if self._conn.in_transaction:
                 with suppress(sqlite3.Error):
                     self._conn.execute("ROLLBACK")
-            if isinstance(error, sqlite3.Error):
+            if isinstance(error, (sqlite3.Error, OSError)):
                 raise self._named(error) from error
             raise
+
+    def _open_again(self) -> None:
+        """Open for writing what could not be written before; raises where it still cannot be."""
+        try:
+            _create_private(self.path)
+            conn = self._open("mode=rw")
+            if not os.access(self.path, os.W_OK):
+                conn.close()
+                raise self._read_only()
+        except (OSError, sqlite3.Error) as error:
+            raise self._named(error) from error
+        self._conn.close()
+        self._conn, self._refusal = conn, None
 
     def truncate_log(self) -> None:
         """Move the WAL into the file and empty it, as far as other processes' readers allow."""
@@ -225,6 +249,13 @@ class Database:
         except OSError:
             return False
         return found.f_bavail * found.f_frsize < _NEARLY_FULL_BYTES
+
+
+def _empty_in_memory() -> sqlite3.Connection:
+    """What stands in for a file that cannot be opened: it reads as empty."""
+    conn = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    migrations.migrate(conn)
+    return conn
 
 
 def _primary_code(error: sqlite3.Error) -> int:

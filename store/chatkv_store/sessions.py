@@ -20,10 +20,13 @@ def insert(
     pinned: bool,
     head: str | None,
     now_s: float,
+    session_id: str | None = None,
 ) -> str:
-    """A new session that ends at `head` and is the one used last; returns its id."""
-    (newest,) = conn.execute("SELECT max(id) FROM sessions").fetchone()
-    session_id = ulid_after(newest, now_s)
+    """A new session that ends at `head` and is the one used last; returns its id (None: a new
+    one, greater than all others)."""
+    if session_id is None:
+        (newest,) = conn.execute("SELECT max(id) FROM sessions").fetchone()
+        session_id = ulid_after(newest, now_s)
     conn.execute(
         "INSERT INTO sessions (id, title, created_at, updated_at, touched, head, model, "
         "namespace, settings, pinned) VALUES (?, ?, ?, ?, 0, ?, ?, ?, ?, ?)",

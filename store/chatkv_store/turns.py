@@ -66,6 +66,50 @@ def begin(
     return turn_id
 
 
+def insert(conn: sqlite3.Connection, turn: Turn) -> None:
+    """A turn as it is, with its own id."""
+    conn.execute(
+        f"INSERT INTO turns ({TURN_COLUMNS}) VALUES ({', '.join('?' * 17)})",
+        (
+            turn.id,
+            turn.session_id,
+            turn.parent_id,
+            turn.index,
+            turn.tokens_before,
+            None if turn.system_text is None else storable(turn.system_text),
+            storable(turn.user_text),
+            storable(turn.reply_text),
+            ids_to_blob(turn.prompt_ids),
+            ids_to_blob(turn.reply_ids),
+            turn.state,
+            turn.finish_reason,
+            str(turn.seed),
+            turn.rng_draws_before,
+            turn.rng_draws_after,
+            json.dumps(turn.stats),
+            turn.created_at,
+        ),
+    )
+
+
+def complete(conn: sqlite3.Connection, turn: Turn) -> bool:
+    """Give a turn that the file holds its answer; False where the file does not hold it."""
+    changed = conn.execute(
+        "UPDATE turns SET state = ?, finish_reason = ?, reply_text = ?, reply_ids = ?, "
+        "rng_draws_after = ?, stats = ? WHERE id = ?",
+        (
+            turn.state,
+            turn.finish_reason,
+            storable(turn.reply_text),
+            ids_to_blob(turn.reply_ids),
+            turn.rng_draws_after,
+            json.dumps(turn.stats),
+            turn.id,
+        ),
+    ).rowcount
+    return bool(changed)
+
+
 def write_reply(
     conn: sqlite3.Connection,
     turn_id: str,

@@ -1,0 +1,205 @@
+"""The turns of one open conversation: in the file where that can be written, in memory until then.
+
+A full disk or a folder without permission must not end a conversation. What could not be committed
+stays here, is said once, and is written with the next thing that is, in the order in which it was
+said.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from chatkv_store.errors import SessionNotFound, StoreBusy, StoreError
+from chatkv_store.ulid import ulid_after
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from chatkv_store.conversations import Conversations, Session, Turn
+
+
+class Journal:
+    """Begins, checkpoints and finishes turns of `session`; holds its lease until it is closed.
+
+    Raises StoreBusy where another process has the session open, and nothing else of the store's.
+    `notices` are lines for the user that were not shown yet.
+    """
+
+    def __init__(self, conversations: Conversations, session: Session) -> None:
+        self.conversations = conversations
+        self.session = session
+        self.turns: list[Turn] = []
+        self.notices: list[str] = []
+        self._unsaved: list[Turn] = []
+        self._is_failing = False
+        self._open = ExitStack()
+        self._is_leased = False
+        with suppress(SessionNotFound):
+            self.turns = conversations.chain(session.id)
+        self._try_to_hold()
+
+    @property
+    def num_unsaved(self) -> int:
+        """Turns whose newest state is in memory only."""
+        return len(self._unsaved)
+
+    def close(self) -> None:
+        """Write what can be written, and give the lease back."""
+        try:
+            self.save()
+        finally:
+            self._open.close()
+
+    def begin(
+        self,
+        *,
+        user_text: str,
+        prompt_ids: Sequence[int],
+        system_text: str | None,
+        seed: int,
+        rng_draws_before: int,
+    ) -> Turn:
+        """Save what the user said, or hold it."""
+        if self.save():
+            try:
+                return self.conversations.begin_turn(
+                    self.session.id,
+                    user_text=user_text,
+                    prompt_ids=prompt_ids,
+                    system_text=system_text,
+                    seed=seed,
+                    rng_draws_before=rng_draws_before,
+                )
+            except StoreError as error:
+                self._failed(error)
+        return self._held(user_text, prompt_ids, system_text, seed, rng_draws_before)
+
+    def checkpoint(self, turn: Turn, text: str, ids: Sequence[int], draws: int) -> None:
+        """Save the answer so far; nothing for a turn of which nothing is saved. StoreError."""
+        if not any(held.id == turn.id for held in self._unsaved):
+            self.conversations.checkpoint_turn(
+                turn.id, reply_text=text, reply_ids=ids, rng_draws_after=draws
+            )
+
+    def finish(
+        self,
+        turn: Turn,
+        *,
+        reply_text: str,
+        reply_ids: Sequence[int],
+        rng_draws_after: int,
+        state: Literal["done", "interrupted"],
+        finish_reason: str,
+        stats: dict[str, Any],
+    ) -> Turn:
+        """Commit the whole answer, or hold it; the turn joins `turns` either way."""
+        whole = replace(
+            turn,
+            reply_text=reply_text,
+            reply_ids=array("I", reply_ids),
+            rng_draws_after=rng_draws_after,
+            state=state,
+            finish_reason=finish_reason,
+            stats=stats,
+        )
+        self.turns = [*self.turns, whole]
+        self._unsaved = [*(held for held in self._unsaved if held.id != turn.id), whole]
+        self.save()
+        return whole
+
+    def save(self) -> bool:
+        """Write what is held; False where that is not possible now."""
+        try:
+            if not self._is_leased:
+                self._hold()
+            if self._unsaved or self._is_failing:
+                self.conversations.keep(self.session, self._unsaved)
+        except StoreError as error:
+            self._failed(error)
+            return False
+        self._unsaved = []
+        if self._is_failing:
+            self._is_failing = False
+            self.notices.append("everything that was said is saved again")
+        return True
+
+    def take_notices(self) -> list[str]:
+        """The lines that were not shown yet; each is given once."""
+        lines, self.notices = self.notices, []
+        return lines
+
+    def _try_to_hold(self) -> None:
+        try:
+            self._hold()
+            self.conversations.recover()
+            self.turns = self.conversations.chain(self.session.id)
+            self.session = self.conversations.get_session(self.session.id)
+        except StoreBusy:
+            self._open.close()
+            raise
+        except SessionNotFound:  # made in memory
+            self._keep_new()
+        except StoreError as error:
+            self._failed(error)
+
+    def _keep_new(self) -> None:
+        try:
+            self.conversations.keep(self.session, [])
+        except StoreError as error:
+            self._failed(error)
+
+    def _hold(self) -> None:
+        """Take the lease, which waits for a file that can be written."""
+        try:
+            lease = self.conversations.lease(self.session.id)
+            self._open.enter_context(lease)
+        except SessionNotFound:
+            self._open.enter_context(self.conversations.lease_of_new(self.session.id))
+        self._is_leased = True
+
+    def _held(
+        self,
+        user_text: str,
+        prompt_ids: Sequence[int],
+        system_text: str | None,
+        seed: int,
+        rng_draws_before: int,
+    ) -> Turn:
+        """A turn behind the last one, in memory only."""
+        from chatkv_store.records import Turn
+
+        last = self.turns[-1] if self.turns else None
+        now_s = time.time()
+        turn = Turn(
+            id=ulid_after(last.id if last else None, now_s),
+            session_id=self.session.id,
+            parent_id=last.id if last else None,
+            index=last.index + 1 if last else 1,
+            tokens_before=last.tokens_before + last.num_tokens if last else 0,
+            system_text=system_text,
+            user_text=user_text,
+            reply_text="",
+            prompt_ids=array("I", prompt_ids),
+            reply_ids=array("I"),
+            state="interrupted",
+            finish_reason="interrupted",
+            seed=seed,
+            rng_draws_before=rng_draws_before,
+            rng_draws_after=rng_draws_before,
+            stats={},
+            created_at=now_s,
+        )
+        self._unsaved = [*self._unsaved, turn]
+        return turn
+
+    def _failed(self, error: StoreError) -> None:
+        if not self._is_failing:
+            self._is_failing = True
+            self.notices.append(
+                "nothing is being saved, the conversation goes on in memory and is written as "
+                f"soon as that is possible: {error}"
+            )
