@@ -17,8 +17,11 @@ import torch
 
 from chatkv.engine.engine import Engine, TokenSequence
 from chatkv.engine.pool import BLOCK_TOKENS
+from chatkv.errors import PersistenceError
+from chatkv.model.rope import inverse_frequencies
 from chatkv.restore.cost import CostFile
 from chatkv.restore.plan import Plan, Situation, Wanted, choose
+from chatkv_store import codec as codecs
 from chatkv_store.blocks import BlockStore, Match, NewBlock, StoredBlock
 from chatkv_store.errors import StoreError
 from chatkv_store.keys import block_key
@@ -33,11 +36,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DiskTier:
-    """One model's KV on disk: its store, the writer behind it, and what the KV is called."""
+    """One model's KV on disk: its store, the writer behind it, what the KV is called, and the
+    codec for new blocks."""
 
     store: BlockStore
     writer: BlockWriter
     namespace: bytes
+    codec: str = "lossless"
+
+    @property
+    def is_lossy(self) -> bool:
+        return codecs.is_lossy(codecs.by_name(self.codec))
 
 
 @dataclass(frozen=True)
@@ -64,15 +73,23 @@ class Restored:
 
 @dataclass
 class _Chain:
-    """Keys of a sequence's full blocks from the first on, and how many are on disk already."""
+    """Keys of a sequence's full blocks from the first on, and how many are on disk already.
+
+    No token at or behind `quantised_end` has KV that came from a lossy block. A new block that
+    begins before it (the front of a lossy block, where a session forks) is stored as it is: KV is
+    quantised once, from its original, and never again.
+    """
 
     keys: list[bytes] = field(default_factory=list)
     num_saved: int = 0
+    quantised_end: int = 0
 
-    def cut(self, num_blocks: int) -> None:
-        """Forget everything behind the first num_blocks blocks."""
-        del self.keys[num_blocks:]
-        self.num_saved = min(self.num_saved, num_blocks)
+    def cut(self, num_tokens: int) -> None:
+        """Forget everything behind the first num_tokens tokens."""
+        full = num_tokens // BLOCK_TOKENS
+        del self.keys[full:]
+        self.num_saved = min(self.num_saved, full)
+        self.quantised_end = min(self.quantised_end, num_tokens)
 
 
 class Restorer:
@@ -85,6 +102,7 @@ class Restorer:
         self.engine, self.layout, self.disk = engine, layout, disk
         self._costs, self._cost_key = costs, key
         self.cost = costs.load(key)
+        self._inverse_frequencies = inverse_frequencies(engine.decoder.config)[0].numpy()
         self._chains: WeakKeyDictionary[TokenSequence, _Chain] = WeakKeyDictionary()
 
     def plan(
@@ -101,6 +119,11 @@ class Restorer:
         Raises PersistenceError where `exact` forbids what would have to be done.
         """
         in_pool = min(sequence.common_prefix(ids), len(ids) - 1)
+        if exact and self.disk is not None and self.disk.is_lossy and in_pool < history:
+            raise PersistenceError(
+                f"--exact: this session keeps its KV as {self.disk.codec}, which changes it; leave "
+                "--exact out, or start a session without --kv-codec"
+            )
         match = self._match(ids) if in_pool < history or not history else None
         situation = Situation(
             total=len(ids),
@@ -121,7 +144,7 @@ class Restorer:
         situation, match = planned.situation, planned.match
         sequence.become(planned.ids, num_cached=situation.in_pool)
         chain = self._chains.setdefault(sequence, _Chain())
-        chain.cut(situation.in_pool // BLOCK_TOKENS)
+        chain.cut(situation.in_pool)
         result = Restored(planned.plan, reused=situation.in_pool, loaded=0)
         if planned.plan.chosen == "reload" and match is not None:
             result = self._load(sequence, match, result, on_progress)
@@ -134,7 +157,7 @@ class Restorer:
             return
         chain = self._chains.setdefault(sequence, _Chain())
         full = sequence.num_cached // BLOCK_TOKENS
-        chain.cut(full)
+        chain.cut(sequence.num_cached)
         while len(chain.keys) < full:
             start = len(chain.keys) * BLOCK_TOKENS
             parent = chain.keys[-1] if chain.keys else self.disk.namespace
@@ -208,6 +231,9 @@ class Restorer:
         if full and match.blocks[full - 1].header.num_tokens != match.blocks[full - 1].num_tokens:
             chain.keys.pop()
         chain.num_saved = len(chain.keys)
+        for block in match.blocks:
+            if codecs.is_quantised(block.header.codec):
+                chain.quantised_end = min(block.start + block.num_tokens, usable)
 
     def _drop_damaged(self, blocks: Sequence[StoredBlock], loaded: LoadResult) -> tuple[str, ...]:
         if not loaded.misses:
@@ -245,8 +271,9 @@ class Restorer:
             layers = self.layout.value_layers(group)
             return bits[layers.start : layers.stop]
 
-        block = NewBlock(parent, sequence.ids[start:stop], value)
-        return self.disk.writer.submit(self.disk.namespace, self.layout, [block])
+        block = NewBlock(parent, sequence.ids[start:stop], value, start, self._inverse_frequencies)
+        codec = codecs.KEPT if start < chain.quantised_end else self.disk.codec
+        return self.disk.writer.submit(self.disk.namespace, self.layout, [block], codec)
 
     def _bits(self, sequence: TokenSequence) -> npt.NDArray[np.unsignedinteger[Any]]:
         """View of the sequence's KV as bits: [layers, 2, kv_heads, capacity, head_dim]."""

@@ -35,7 +35,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,8 @@ from chatkv_store.payloads import Codec as Codec
 from chatkv_store.payloads import Context as Context
 from chatkv_store.payloads import PayloadDamaged as PayloadDamaged
 from chatkv_store.payloads import Payloads as Payloads
+
+KEPT: Final = "kept"
 
 
 class Raw:
@@ -115,7 +117,7 @@ class Kept(Lossless):
     """
 
     id = 6
-    name = "kept"
+    name = KEPT
 
 
 def _halves(words: Bits, num_blocks: int) -> tuple[Bits, Bits]:
@@ -233,6 +235,12 @@ def for_block(name: str, is_full: bool) -> Codec:
 
 def is_lossy(coder: Codec) -> bool:
     return coder.family != "lossless"
+
+
+def is_quantised(number: int) -> bool:
+    """Whether a block of this codec holds KV that has been through a lossy one."""
+    coder = by_id(number)
+    return coder is not None and (is_lossy(coder) or coder.name == KEPT)
 
 
 def by_id(number: int) -> Codec | None:
