@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from chatkv_store.conversations import Conversations, Session
 
 
+# How KV is stored, smallest loss first; what each costs, `chatkv codec measure` tells.
+KVCodec = Literal["lossless", "packed", "raw", "int8", "fp8", "int4"]
+
+
 @dataclass(frozen=True)
 class ChatRequest:
     """What a user asked to talk to. At most one of `resume` and `resume_last`."""
@@ -30,6 +34,7 @@ class ChatRequest:
     resume_last: bool = False
     system: str | None = None
     seed: int | None = None
+    kv_codec: KVCodec | None = None  # None: the session's own, else lossless
 
 
 @dataclass(frozen=True)
@@ -62,10 +67,11 @@ def open_chat(
         model = request.model or settings.get("model")
         find_model(model, folders.cache)
         dtype = request.dtype or settings.get("dtype") or "auto"
+        kv_codec = request.kv_codec or settings.get("kv_codec") or "lossless"
 
         from chatkv.runtime import Runtime
 
-        with Runtime(folders, conversations, model, dtype, on_progress) as runtime:
+        with Runtime(folders, conversations, model, dtype, on_progress, kv_codec) as runtime:
             resumed = session is not None
             if session is None:
                 session = runtime.new_session(seed=request.seed)

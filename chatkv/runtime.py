@@ -27,6 +27,7 @@ from chatkv.restore.cost import CostFile, machine_name
 from chatkv.restore.restorer import DiskTier, Restorer
 from chatkv.session.conversation import Conversation, ModelParts
 from chatkv_store.blocks import BlockStore
+from chatkv_store.codec import by_name as codec_by_name
 from chatkv_store.conversations import Conversations, Session
 from chatkv_store.errors import StoreError
 from chatkv_store.keys import namespace as kv_namespace
@@ -43,7 +44,7 @@ class Runtime:
     """Everything behind a face, in this process.
 
     model: what `find_model` takes, None for the embedded default. dtype "auto" is what this
-    machine decodes faster. Notices are lines that a user should see.
+    machine decodes faster; kv_codec is how KV is stored. Notices are lines that a user should see.
     """
 
     def __init__(
@@ -53,10 +54,12 @@ class Runtime:
         model: str | None = None,
         dtype: Dtype | Literal["auto"] = "auto",
         on_progress: Progress | None = None,
+        kv_codec: str = "lossless",
     ) -> None:
         began = time.perf_counter()
         self.folders, self.conversations = folders, conversations
         self.model_spec = model
+        self.kv_codec = kv_codec
         self.notices: list[str] = []
         self._open = ExitStack()
         prepare_to_compute()
@@ -78,9 +81,7 @@ class Runtime:
         self.layout = KVLayout(
             config.num_layers, config.num_kv_heads, config.head_dim, chosen, BLOCK_TOKENS
         )
-        self.namespace = kv_namespace(
-            self.prepared.weights_digest, config.digest(), self.layout, "lossless"
-        )
+        self.namespace = self.namespace_of(kv_codec)
         key = f"{machine_name()}/{self.namespace.hex()[:16]}/{decoder.device.type}"
         self.restorer = Restorer(
             self.engine,
@@ -101,12 +102,23 @@ class Runtime:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def namespace_of(self, kv_codec: str) -> bytes:
+        """Under which this model's KV is stored with a codec: codecs that give back the same bits
+        share one, and KV that a lossy codec has changed meets no other."""
+        try:
+            family = codec_by_name(kv_codec).family
+        except ValueError as error:
+            raise UsageError(f"--kv-codec: {error}") from None
+        weights, config = self.prepared.weights_digest, self.prepared.config.digest()
+        return kv_namespace(weights, config, self.layout, family)
+
     def new_session(self, title: str = "", seed: int | None = None) -> Session:
         """An empty session for this model; its seed is drawn now and kept."""
         settings: dict[str, Any] = {
             "model": self._portable_spec(),
             "tokenizer": self._tokenizer_digest(),
             "seed": int.from_bytes(os.urandom(7), "big") if seed is None else seed,
+            "kv_codec": self.kv_codec,
         }
         of_model: dict[str, Any] = {
             "title": title,
@@ -130,10 +142,14 @@ class Runtime:
                 f"session {session.id} was held with {session.model}, and {self.prepared.name} "
                 "reads its tokens differently: leave --model out, or start a new session"
             )
-        if session.namespace != self.namespace.hex():
+        settings = {**session.settings, "kv_codec": self.kv_codec}
+        if session.namespace != self.namespace.hex() or session.settings != settings:
             with suppress(StoreError):  # nobody needs it before the next turn that is saved
                 session = self.conversations.update_session(
-                    session.id, namespace=self.namespace.hex(), model=self.prepared.name
+                    session.id,
+                    namespace=self.namespace.hex(),
+                    model=self.prepared.name,
+                    settings=settings,
                 )
         parts = ModelParts(
             self.prepared.name,
@@ -154,14 +170,18 @@ class Runtime:
                 self.notices.append(f"the KV cache was damaged and starts empty: {store.replaced}")
             store.register(
                 self.namespace,
-                {"model": self.prepared.name, "layout": self.layout.to_json()},
+                {
+                    "model": self.prepared.name,
+                    "layout": self.layout.to_json(),
+                    "codec": codec_by_name(self.kv_codec).family,
+                },
             )
         except StoreError as error:
             self.notices.append(f"KV is not kept: {error}")
             return None
         writer = BlockWriter(store)
         self._open.callback(writer.close)
-        return DiskTier(store, writer, self.namespace)
+        return DiskTier(store, writer, self.namespace, self.kv_codec)
 
     def _template(self, began: float) -> ChatTemplate:
         """The model's chat template; to templates that write the date, it is always the day on

@@ -6,9 +6,11 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
+
+from chatkv.client import KVCodec
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -86,6 +88,12 @@ def chat_options(command: Command) -> Command:
             "--dtype",
             type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
             help="Compute in this dtype [default: what this machine runs faster].",
+        ),
+        click.option(
+            "--kv-codec",
+            type=click.Choice(get_args(KVCodec)),
+            help="How the session's KV is stored; int8, fp8 and int4 are smaller and change it "
+            "[default: lossless].",
         ),
         click.option(
             "--restore",

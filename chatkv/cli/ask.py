@@ -35,6 +35,7 @@ def ask(question: str | None, as_json: bool, **arguments: Any) -> None:
         resume_last=arguments["resume_last"],
         system=arguments["system"],
         seed=arguments["seed"],
+        kv_codec=arguments["kv_codec"],
     )
     options = turn_options(arguments)
     status, interrupt = Status(), Interrupt()

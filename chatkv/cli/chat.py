@@ -36,6 +36,7 @@ def chat(**arguments: Any) -> None:
         resume_last=arguments["resume_last"],
         system=arguments["system"],
         seed=arguments["seed"],
+        kv_codec=arguments["kv_codec"],
     )
     options = turn_options(arguments)
     status = Status()
