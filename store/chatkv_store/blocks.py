@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chatkv_store import header as headers
+from chatkv_store.budget import Budget
 from chatkv_store.chain import Match as Match
 from chatkv_store.chain import NewBlock as NewBlock
 from chatkv_store.chain import PutResult as PutResult
 from chatkv_store.chain import RunResult as RunResult
 from chatkv_store.chain import StoredBlock as StoredBlock
-from chatkv_store.environment import START_MAP_BYTES, Environment, remove_files
-from chatkv_store.errors import BlockMiss, StoreDamaged, StoreError
+from chatkv_store.environment import START_MAP_BYTES, Environment, NoRoom, remove_files
+from chatkv_store.errors import BlockMiss, StoreDamaged, StoreError, StoreFull
 from chatkv_store.header import BlockHeader, HeaderDamaged
 from chatkv_store.keys import ID_BYTES, block_key, pack_ids
 from chatkv_store.layout import KVLayout
+from chatkv_store.room import LOCK_BYTES, Room
 from chatkv_store.saving import Encoded, encode, write
 from chatkv_store.tables import (
     DATABASES,
     Tables,
+    add_counts,
     check_format,
     check_hit,
     next_entries,
+    read_counts,
     value_key,
     wrong_length,
 )
 
 if TYPE_CHECKING:
     from chatkv_store.codec import Bits, Payloads
+    from chatkv_store.conversations import Conversations
     from chatkv_store.integrity import Finding
 
 COMMIT_BYTES = 32 << 20  # payload per write transaction: bounds its memory and its time
@@ -39,8 +45,10 @@ COMMIT_BYTES = 32 << 20  # payload per write transaction: bounds its memory and 
 class BlockStore:
     """KV blocks in `path`. Safe to use from many threads and, on one machine, many processes.
 
-    `max_bytes` caps the data file. `replace_damaged` starts an empty store where the file is
-    broken beyond opening, and keeps the reason in `replaced`: KV is a cache.
+    `budget` bounds what it takes of the disk; `conversations` say what may be evicted for it, and
+    without them nothing is. `max_bytes` alone caps the data file. `replace_damaged` starts an empty
+    store where the file is broken beyond opening, and keeps the reason in `replaced`: KV is a
+    cache.
 
     Raises StoreBusy, StoreDamaged, StoreReadOnly, StoreVersionError, StoreFull or StoreError.
     """
@@ -51,12 +59,16 @@ class BlockStore:
         *,
         read_only: bool = False,
         max_bytes: int | None = None,
+        budget: Budget | None = None,
+        conversations: Conversations | None = None,
         replace_damaged: bool = False,
         start_map_bytes: int = START_MAP_BYTES,
     ) -> None:
         self.path = Path(path)
         self.read_only = read_only
         self.replaced: str | None = None
+        if budget is not None and budget.max_bytes is not None:
+            max_bytes = max(0, budget.max_bytes - LOCK_BYTES)
 
         def opened() -> Environment:
             env = Environment(
@@ -83,6 +95,7 @@ class BlockStore:
             self.replaced = str(error)
         self.db = self.env.databases
         self._tables = Tables(self.db)
+        self._room = None if budget is None else Room(self, budget, conversations)
         self._bad: set[bytes] = set()  # keys of blocks that a read found damaged; put replaces them
 
     def register(self, namespace: bytes, info: dict[str, Any]) -> None:
@@ -225,7 +238,8 @@ class BlockStore:
         batch: list[Encoded] = []
         for block in self._without_stored(blocks):
             batch.append(encode(namespace, layout, block, codec))
-            if sum(encoded.header.num_payload_bytes for encoded in batch) >= COMMIT_BYTES:
+            num_queued = sum(encoded.header.num_payload_bytes for encoded in batch)
+            if num_queued >= COMMIT_BYTES or (self._room and self._room.is_a_commit(batch)):
                 done = self._commit(batch)
                 written, num_bytes = written + done[0], num_bytes + done[1]
                 batch = []
@@ -234,17 +248,37 @@ class BlockStore:
             written, num_bytes = written + done[0], num_bytes + done[1]
         return PutResult(written, len(blocks) - written, num_bytes)
 
-    def remove(self, keys: Sequence[bytes]) -> int:
-        """Delete blocks in commits of a few; unknown keys are ignored. Returns payload bytes."""
-        freed = 0
-        for first in range(0, len(keys), 256):
-            some = keys[first : first + 256]
+    def remove(self, keys: Sequence[bytes], limit_bytes: int | None = None) -> int:
+        """Delete blocks in commits of a few; unknown keys are ignored. Returns payload bytes.
+
+        `limit_bytes` is how far the file may grow for it: what a commit changes is written anew
+        before the old pages are free. A store without room for many is emptied one by one.
+        """
+        freed, first, at_once = 0, 0, 256
+        while first < len(keys):
+            some = keys[first : first + at_once]
 
             def work(txn: Any, some: Sequence[bytes] = some) -> int:
                 return sum(self._tables.delete(txn, key) for key in some)
 
-            freed += self.env.write(work)
+            try:
+                freed += self.env.write(work, limit_bytes)
+            except NoRoom:
+                if at_once == 1:
+                    raise
+                at_once = max(1, at_once // 8)
+            else:
+                first += len(some)
         return freed
+
+    def counters(self) -> dict[str, int]:
+        """What was ever written, evicted and refused here: blocks and payload bytes."""
+        with self.env.read() as txn:
+            return read_counts(txn, self.db["meta"])
+
+    def count(self, limit_bytes: int | None = None, **amounts: int) -> None:
+        """Add to the counters, in a commit of its own."""
+        self.env.write(lambda txn: add_counts(txn, self.db["meta"], amounts), limit_bytes)
 
     def headers(self, namespace: bytes | None = None) -> Iterator[BlockHeader]:
         """Every sound header, read in short transactions; damaged ones are left to `verify`."""
@@ -341,7 +375,19 @@ class BlockStore:
             ]
 
     def _commit(self, batch: list[Encoded]) -> tuple[int, int]:
-        written = self.env.write(lambda txn: write(txn, self._tables, batch, self._bad))
+        def work(txn: Any) -> tuple[int, int]:
+            num_blocks, num_bytes = write(txn, self._tables, batch, self._bad)
+            amounts = {"written_blocks": num_blocks, "written_bytes": num_bytes}
+            add_counts(txn, self.db["meta"], amounts)
+            return num_blocks, num_bytes
+
+        try:
+            written = self.env.write(work) if self._room is None else self._room.write(batch, work)
+        except StoreFull:
+            with suppress(StoreError):  # a number for `cache stats`, no more
+                limit = None if self._room is None else self._room.limit()
+                self.count(limit, refused_blocks=len(batch))
+            raise
         self._bad.difference_update(encoded.key for encoded in batch)
         return written
 

@@ -174,13 +174,11 @@ class Environment:
             if self._max_bytes is not None:
                 wanted = min(wanted, _cap_pages(self._max_bytes))
             if limit_bytes is not None and min(wanted, _cap_pages(limit_bytes)) <= full_at:
-                raise StoreFull(
-                    f"the KV cache in {self.path} has no room within {limit_bytes} bytes"
-                )
+                raise NoRoom(f"the KV cache in {self.path} has no room within {limit_bytes} bytes")
             if limit_bytes is not None:
                 wanted = min(wanted, _cap_pages(limit_bytes))
             if wanted <= full_at:
-                raise StoreFull(
+                raise NoRoom(
                     f"the KV cache in {self.path} has reached its cap of {self._max_bytes} bytes; "
                     "raise the cap or prune it"
                 )
@@ -250,6 +248,10 @@ class _Read:
             raise _as_ours(error, self._env.path) from None
 
 
+class NoRoom(StoreFull):
+    """The map may grow no further, or the pages that are free lie too scattered for a value."""
+
+
 class _MapIsFull(Exception):
     """Inside `Environment` only: the write has to be repeated with a larger map."""
 
@@ -258,6 +260,24 @@ def remove_files(path: Path) -> None:
     """Delete the environment in `path`; a process that has it open goes on with its own copy."""
     for name in (DATA_FILE, LOCK_FILE):
         (path / name).unlink(missing_ok=True)
+
+
+def copy_compact(path: Path, folder: Path, room_bytes: int) -> None:
+    """Write the environment in `path` into `folder` without its free pages.
+
+    The caller must be the store's only user. Raises StoreFull where the copy takes more than
+    `room_bytes`, before it is begun.
+    """
+    with _translated(path), lmdb.open(str(path), readonly=True, lock=False, max_dbs=8) as env:
+        with env.begin() as txn:
+            stats = [env.stat(), *(txn.stat(env.open_db(name, txn)) for name, _ in txn.cursor())]
+        pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
+        if (pages + 2) * stats[0]["psize"] > room_bytes:
+            raise StoreFull(
+                f"a compact copy of {path} takes {(pages + 2) * stats[0]['psize']} bytes and the "
+                f"disk has {room_bytes}: free some, or prune the cache first"
+            )
+        env.copy(str(folder), compact=True)
 
 
 def _open(path: Path, map_bytes: int, num_databases: int, read_only: bool) -> Any:

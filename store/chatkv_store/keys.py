@@ -46,6 +46,16 @@ def block_key(parent: bytes, token_ids: Sequence[int] | bytes) -> bytes:
     return digest.digest()
 
 
+def chain_keys(namespace: bytes, token_ids: Sequence[int], block_tokens: int) -> list[bytes]:
+    """The keys of the blocks that `token_ids` make; the last one may be partial."""
+    packed = pack_ids(token_ids)
+    keys, parent = [], namespace
+    for start in range(0, len(packed), block_tokens * ID_BYTES):
+        parent = block_key(parent, packed[start : start + block_tokens * ID_BYTES])
+        keys.append(parent)
+    return keys
+
+
 def pack_ids(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian u32."""
     packed = array("I", token_ids)

@@ -1,6 +1,6 @@
 """The five sub-databases, and what one transaction does with them.
 
-    meta         "format" -> version of the whole store
+    meta         "format" -> version of the whole store; "counters" -> JSON, see `COUNTER_NAMES`
     namespaces   namespace -> JSON for people: model name, layout, ...
     blocks       block key -> header (header.py)
     values       block key + value number -> payload (codec.py)
@@ -12,7 +12,8 @@ it only, so the front of any block is good for as many tokens as agree.
 
 from __future__ import annotations
 
-from collections.abc import Set
+import json
+from collections.abc import Mapping, Set
 from typing import Any
 
 from chatkv_store import header as headers
@@ -23,6 +24,15 @@ from chatkv_store.keys import ID_BYTES, KEY_BYTES, block_key
 from chatkv_store.layout import KVLayout
 
 STORE_FORMAT = 1
+
+COUNTERS = b"counters"
+COUNTER_NAMES = (
+    "written_blocks",
+    "written_bytes",
+    "evicted_blocks",  # to make room for others
+    "evicted_bytes",
+    "refused_blocks",  # for want of room, to be computed again one day
+)
 
 DATABASES: dict[str, dict[str, bool]] = {
     "meta": {},
@@ -185,6 +195,24 @@ def next_entries(cursor: Any, after: bytes | None, count: int) -> list[tuple[byt
             entries.append((key, bytes(cursor.value())))
             found = cursor.next()
     return entries
+
+
+def read_counts(txn: Any, meta: Any) -> dict[str, int]:
+    """Every counter; those that cannot be read begin again."""
+    stored = txn.get(COUNTERS, db=meta)
+    try:
+        counts = json.loads(bytes(stored)) if stored is not None else {}
+        return {name: int(counts.get(name, 0)) for name in COUNTER_NAMES}
+    except (ValueError, TypeError, AttributeError):
+        return dict.fromkeys(COUNTER_NAMES, 0)
+
+
+def add_counts(txn: Any, meta: Any, amounts: Mapping[str, int]) -> None:
+    """Add `amounts` to the counters."""
+    counts = read_counts(txn, meta)
+    for name, amount in amounts.items():
+        counts[name] += amount
+    txn.put(COUNTERS, json.dumps(counts).encode(), db=meta)
 
 
 def check_format(env: Environment) -> None:

@@ -1,0 +1,129 @@
+"""Keeping a store inside its budget: reserve first, then write, and evict where that needs it.
+
+LMDB's file never shrinks by itself, and never outgrows its map. So the map is cut to what the
+budget allows before a write, and what must be made is room inside: pages that are in use and go.
+Three things take more than the payload itself:
+
+- A transaction writes changed pages anew before the old ones are free, so some always stay spare;
+  a store that is full to the last page could not even delete.
+- What one transaction frees can be used by the second one after it, not by the next.
+- A value needs neighbouring pages. Where those that are free lie scattered, more has to go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from chatkv_store.budget import Budget, disk_free_bytes
+from chatkv_store.environment import DATA_FILE, PAGE_BYTES, NoRoom
+from chatkv_store.errors import StoreFull
+
+if TYPE_CHECKING:
+    from chatkv_store.blocks import BlockStore
+    from chatkv_store.conversations import Conversations
+    from chatkv_store.eviction import Candidate
+    from chatkv_store.saving import Encoded
+
+T = TypeVar("T")
+
+LOCK_BYTES = 64 << 10  # LMDB's reader table, counted with the data
+MAX_SPARE_BYTES = 2 << 20
+ATTEMPTS = 6  # each doubles what goes, where free pages lie scattered
+EVICTED_AT_ONCE = 8  # blocks per transaction: what it frees is listed in spare pages
+_PAGES_PER_BLOCK, _PAGES_PER_COMMIT = 8, 24  # leaves of the tables that are written anew
+
+
+class Room:
+    """Writes into `store` within `budget`. Without `conversations` nothing may be evicted, since
+    it is not known what is pinned."""
+
+    def __init__(
+        self, store: BlockStore, budget: Budget, conversations: Conversations | None
+    ) -> None:
+        self._store = store
+        self.budget = budget
+        self._conversations = conversations
+
+    def is_a_commit(self, batch: Sequence[Encoded]) -> bool:
+        """Whether `batch` is as much as one transaction should take of a small store."""
+        return _bytes_needed(batch) >= (self.budget.max_bytes or 1 << 62) // 16
+
+    def write(self, batch: Sequence[Encoded], work: Callable[[object], T]) -> T:
+        """Commit `work`, which stores `batch`; StoreFull where no room can be made for it."""
+        env = self._store.env
+        need = _bytes_needed(batch)
+        extra = 0
+        for _ in range(ATTEMPTS):
+            hard = self.limit()
+            limit = hard - self._spare(hard)
+            env.fit_map(limit)
+            missing = env.info()["used_bytes"] + need + extra - limit
+            if missing > 0:
+                self._evict(missing, batch, hard)
+            try:
+                return env.write(work, limit)
+            except NoRoom:
+                extra = max(2 * extra, need)
+        raise StoreFull(f"the KV cache in {self._store.path} has no room for these blocks")
+
+    def limit(self) -> int:
+        """Bytes that the data file may have: the cap, and what the disk's floor leaves."""
+        data = self._store.path / DATA_FILE
+        limit = 1 << 62
+        if self.budget.max_bytes is not None:
+            limit = self.budget.max_bytes - LOCK_BYTES
+        if self.budget.min_free_bytes:
+            above_floor = disk_free_bytes(data) - self.budget.min_free_bytes
+            limit = min(limit, data.stat().st_size + max(0, above_floor))
+        return max(0, limit // PAGE_BYTES * PAGE_BYTES)
+
+    def _spare(self, hard: int) -> int:
+        return min(MAX_SPARE_BYTES, hard // 8)
+
+    def _evict(self, num_bytes: int, batch: Sequence[Encoded], hard: int) -> None:
+        """Free `num_bytes`, of blocks that are worth less than those of `batch`; StoreFull where
+        that cannot be, with nothing gone."""
+        chosen = self._choose(num_bytes, batch)
+        for first in range(0, len(chosen), EVICTED_AT_ONCE):
+            some = [one.key for one in chosen[first : first + EVICTED_AT_ONCE]]
+            self._store.remove(some, hard)
+        # Also the commit after which the freed pages can be used.
+        num_freed = sum(one.num_bytes for one in chosen)
+        self._store.count(hard, evicted_blocks=len(chosen), evicted_bytes=num_freed)
+
+    def _choose(self, num_bytes: int, batch: Sequence[Encoded]) -> list[Candidate]:
+        full = StoreFull(
+            f"the KV cache in {self._store.path} is full, and nothing in it is worth less than "
+            "what is new; raise the cap, unpin or prune"
+        )
+        if self._conversations is None:
+            raise full
+        from chatkv_store.eviction import rank
+
+        ranking = rank(self._store, self._conversations)
+        new_worth = min(
+            ranking.seconds.get(one.key, float("inf")) / max(1, one.header.num_payload_bytes)
+            for one in batch
+        )
+        chosen: list[Candidate] = []
+        freed = 0
+        # A little more than is missing: ranking reads all logs, and should not do so each time.
+        wanted = max(num_bytes, (self.budget.max_bytes or 0) // 64)
+        new_keys = {one.key for one in batch}
+        for one in ranking.candidates:
+            if one.worth >= new_worth or freed >= wanted:
+                break
+            if one.key not in new_keys:
+                chosen.append(one)
+                freed += one.num_bytes
+        if freed < num_bytes:
+            raise full
+        return chosen
+
+
+def _bytes_needed(batch: Sequence[Encoded]) -> int:
+    """Pages that `batch` takes, those included that its transaction writes anew."""
+    pages = _PAGES_PER_COMMIT + _PAGES_PER_BLOCK * len(batch)
+    pages += sum(-(-len(payload) // PAGE_BYTES) + 1 for one in batch for payload in one.payloads)
+    return pages * PAGE_BYTES
