@@ -40,7 +40,8 @@ def same(one: list[dict], other: list[dict]) -> None:
 
 
 @pytest.mark.parametrize(
-    "temperature", [pytest.param(0.0, id="greedy"), pytest.param(0.9, id="sampled")]
+    "temperature",
+    [pytest.param(0.0, id="greedy"), pytest.param(0.9, id="sampled", marks=pytest.mark.slow)],
 )
 def test_five_turns_in_five_processes_equal_one_process(
     temperature: float, fresh_home: Callable[[str], None], smollm2_gguf: Path

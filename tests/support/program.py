@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import chatkv
-from chatkv_store import conversations
+import chatkv_kernels
+import chatkv_store
 
 PYTHONPATH = os.pathsep.join(
-    str(Path(module.__file__ or "").parents[1]) for module in (chatkv, conversations)
+    str(Path(module.__file__ or "").parents[1]) for module in (chatkv, chatkv_kernels, chatkv_store)
 )
 
 

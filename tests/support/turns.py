@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from program import environment
 
 
 def run_turns(
@@ -66,7 +64,7 @@ def run_turns_in_process(texts: Sequence[str], **options: Any) -> list[dict[str,
     """`run_turns` in a new process, which inherits CHATKV_HOME."""
     done = subprocess.run(
         [sys.executable, __file__, json.dumps({"texts": list(texts), **options})],
-        env=child_environment(),
+        env=environment(),
         check=False,
         capture_output=True,
         text=True,
@@ -74,12 +72,6 @@ def run_turns_in_process(texts: Sequence[str], **options: Any) -> list[dict[str,
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def child_environment() -> dict[str, str]:
-    """This environment, able to import the project whether it is installed or not."""
-    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "store")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
 
 
 if __name__ == "__main__":
