@@ -27,6 +27,7 @@ from chatkv.restore.cost import CostFile, machine_name
 from chatkv.restore.restorer import DiskTier, Restorer
 from chatkv.session.conversation import Conversation, ModelParts
 from chatkv_store.blocks import BlockStore
+from chatkv_store.budget import default_budget
 from chatkv_store.codec import by_name as codec_by_name
 from chatkv_store.conversations import Conversations, Session
 from chatkv_store.errors import StoreError
@@ -164,7 +165,12 @@ class Runtime:
     def _open_disk(self) -> DiskTier | None:
         """The disk tier; where it cannot be used, the chat goes on without it and says so."""
         try:
-            store = BlockStore(self.folders.kv, replace_damaged=True)
+            store = BlockStore(
+                self.folders.kv,
+                budget=default_budget(self.folders.kv),
+                conversations=self.conversations,
+                replace_damaged=True,
+            )
             self._open.callback(store.close)
             if store.replaced:
                 self.notices.append(f"the KV cache was damaged and starts empty: {store.replaced}")
