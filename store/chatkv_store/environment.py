@@ -12,12 +12,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import lmdb
 
+from chatkv_store import pages
 from chatkv_store.errors import (
     StoreBusy,
     StoreDamaged,
@@ -26,6 +27,7 @@ from chatkv_store.errors import (
     StoreReadOnly,
     StoreVersionError,
 )
+from chatkv_store.failpoints import failpoint
 from chatkv_store.gate import Gate
 from chatkv_store.users import Users
 
@@ -80,6 +82,7 @@ class Environment:
         try:
             with _translated(path):
                 self._env.reader_check()
+                self._check_pages(databases)
                 self._cover_whole_file()
                 self.databases = self._open_databases(databases)
         except BaseException:
@@ -101,8 +104,13 @@ class Environment:
         while True:
             full_at = self.map_bytes
             try:
-                with self._gate.shared(), _translated(self.path), self._begin(write=True) as txn:
-                    return work(txn)
+                with self._gate.shared(), _translated(self.path):
+                    with self._begin(write=True) as txn:
+                        failpoint("blocks.begun")
+                        result = work(txn)
+                        failpoint("blocks.written")
+                    failpoint("blocks.committed")
+                    return result
             except _MapIsFull:
                 self._grow(full_at, limit_bytes)
 
@@ -183,8 +191,27 @@ class Environment:
                     "raise the cap or prune it"
                 )
             with _translated(self.path):
+                failpoint("blocks.grow")
                 self._env.set_mapsize(wanted)
                 self.map_bytes = self._env.info()["map_size"]
+                failpoint("blocks.grown")
+
+    def _check_pages(self, databases: dict[str, dict[str, bool]]) -> None:
+        """Raise StoreDamaged where LMDB would be led astray by a tree page (pages.py says why).
+
+        Measured for SmolLM2's blocks: 20 ms where the store holds 1 GB, 0.3 s where it holds 20.
+        """
+        flags = {name.encode(): pages.flags_of(options) for name, options in databases.items()}
+        with (self.path / DATA_FILE).open("rb") as file:
+            while True:
+                with self.read() as txn:  # keeps the snapshot's pages from being used again
+                    try:
+                        pages.check(file.fileno(), txn.id(), self._env.stat()["psize"], flags)
+                        return
+                    except pages.SnapshotGone:
+                        continue
+                    except pages.PagesDamaged as error:
+                        raise StoreDamaged(f"{file.name} is damaged: {error}") from None
 
     def _cover_whole_file(self) -> None:
         """Make the file as long as its index says.
@@ -281,6 +308,11 @@ def copy_compact(path: Path, folder: Path, room_bytes: int) -> None:
 
 
 def _open(path: Path, map_bytes: int, num_databases: int, read_only: bool) -> Any:
+    with suppress(FileNotFoundError), (path / DATA_FILE).open("rb") as file:
+        try:
+            pages.precheck(file.fileno())
+        except pages.PagesDamaged as error:
+            raise StoreDamaged(f"{file.name} is damaged: {error}") from None
     options: dict[str, Any] = {
         "map_size": map_bytes,
         "max_dbs": num_databases,

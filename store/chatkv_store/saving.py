@@ -9,6 +9,7 @@ from typing import Any
 
 from chatkv_store import header as headers
 from chatkv_store.chain import NewBlock
+from chatkv_store.failpoints import failpoint
 from chatkv_store.header import BlockHeader, ValueEntry
 from chatkv_store.keys import ID_BYTES, pack_ids
 from chatkv_store.layout import KVLayout
@@ -66,8 +67,10 @@ def write(txn: Any, tables: Tables, batch: Sequence[Encoded], bad: Set[bytes]) -
     for group in range(max((len(e.payloads) for e in fresh), default=0)):
         for e in fresh:
             txn.put(value_key(e.key, group), e.payloads[group], db=tables.db["values"])
+    failpoint("blocks.values")
     for e in fresh:
         tables.drop_extended(txn, e.header)
         txn.put(e.key, e.header.pack(), db=tables.db["blocks"])
+        failpoint("blocks.headers")
         txn.put(e.header.parent, child_entry(e.header), db=tables.db["children"])
     return len(fresh), sum(e.header.num_payload_bytes for e in fresh)
