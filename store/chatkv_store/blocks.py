@@ -248,6 +248,21 @@ class BlockStore:
             written, num_bytes = written + done[0], num_bytes + done[1]
         return PutResult(written, len(blocks) - written, num_bytes)
 
+    def payloads(self, block: StoredBlock) -> list[bytes]:
+        """The encoded values of a stored block, each verified. Raises BlockMiss."""
+        found = []
+        for group in range(len(block.header.values)):
+            one, miss = self._payloads([block], group)
+            if miss is not None:
+                raise BlockMiss(miss)
+            found.append(bytes(one[0].data))
+        return found
+
+    def put_encoded(self, batch: Sequence[Encoded]) -> PutResult:
+        """Store blocks that are encoded already, in one commit; as `put` does otherwise."""
+        written, num_bytes = self._commit(list(batch))
+        return PutResult(written, len(batch) - written, num_bytes)
+
     def remove(self, keys: Sequence[bytes], limit_bytes: int | None = None) -> int:
         """Delete blocks in commits of a few; unknown keys are ignored. Returns payload bytes.
 

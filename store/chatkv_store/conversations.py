@@ -10,6 +10,7 @@ Knows nothing of KV: deleting every KV block loses no word kept here.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
 from array import array
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from chatkv_store import resolve, sessions, tree, turns
+from chatkv_store import importing, resolve, sessions, tree, turns
 from chatkv_store.database import Database
 from chatkv_store.errors import StoreBusy, StoreError, StoreFull
 from chatkv_store.export import as_plain_values
@@ -410,6 +411,25 @@ class Conversations:
             session = resolve.by_id(conn, session_id)
             path = tree.chain(conn, session.head)
         return as_plain_values(session, path)
+
+    def import_text(self, values: dict[str, Any], origin: str = "the file") -> Session:
+        """Store what `export_text` gave; ids are kept unless one is taken, then all are new.
+
+        Raises StoreDamaged or StoreVersionError, naming `origin`, where `values` do not verify.
+        """
+        importing.check(values, origin)
+        with self._database.write() as conn:
+            return resolve.by_id(conn, importing.insert(conn, values, self._clock()))
+
+    def turn_stats(self) -> Iterator[tuple[str, float, dict[str, Any]]]:
+        """(session that owns it, epoch seconds, what was measured) of every finished turn."""
+        with self._database.read() as conn:
+            rows = conn.execute(
+                "SELECT session_id, created_at, stats FROM turns WHERE stats != '{}' ORDER BY seq"
+            ).fetchall()
+        for session_id, created_at, stats in rows:
+            with suppress(ValueError):
+                yield session_id, created_at, json.loads(stats)
 
     def _interrupt_left_turns(self, session_id: str) -> list[Turn]:
         """Called with the lease held, before any turn of this holder has begun."""
