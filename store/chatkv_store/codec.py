@@ -253,3 +253,12 @@ def scratch_rows(sizes: Sequence[int]) -> Payloads:
     row_bytes = -(-max(sizes) // 64) * 64  # every row starts on a cache line
     rows = _thread.words("rows", len(sizes) * row_bytes // 2).view(np.uint8)
     return Payloads(rows.reshape(len(sizes), row_bytes), sizes)
+
+
+def staged(payloads: Sequence[bytes]) -> Payloads:
+    """Payloads of equally long neighbouring blocks, laid out for `Codec.decode`; good until the
+    calling thread lays out others."""
+    rows = scratch_rows([len(payload) for payload in payloads])
+    for index, payload in enumerate(payloads):
+        rows[index][:] = np.frombuffer(payload, np.uint8)
+    return rows
