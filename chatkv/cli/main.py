@@ -25,6 +25,7 @@ COMMANDS = {
     "chat": ("chatkv.cli.chat:chat", "Chat with a model, line by line."),
     "ask": ("chatkv.cli.ask:ask", "Ask one question and print the answer."),
     "sessions": ("chatkv.cli.sessions:sessions", "List, search, read, delete and fork."),
+    "codec": ("chatkv.cli.codec:codec", "Measure what KV codecs save and what they cost."),
     "cache": ("chatkv.cli.cache:cache", "Look into the KV cache and check it."),
 }
 
