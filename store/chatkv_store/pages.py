@@ -56,6 +56,24 @@ class _Record:
     root: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A page of a tree, and between which keys those below it must lie."""
+
+    number: int
+    low: bytes
+    high: bytes | None  # excluded; None: no end
+
+    def check_order(self, keys: list[bytes]) -> None:
+        """A search that is led astray may never end."""
+        if (
+            any(one >= other for one, other in pairwise(keys))
+            or keys[0] < self.low
+            or (self.high is not None and keys[-1] >= self.high)
+        ):
+            raise PagesDamaged(f"page {self.number} is not sorted")
+
+
 @dataclass
 class Pages:
     """What a snapshot's pages are used for."""
@@ -186,7 +204,7 @@ class _Walk:
 
     def _duplicates(self, record: _Record, outer: _Record) -> None:
         """The tree of one key's values, which all have the same size (dupfixed)."""
-        if record.flags & ~_INTEGER_KEY != outer.flags & _DUPFIXED:
+        if not outer.flags & _DUPFIXED or record.flags != _DUPFIXED:
             raise PagesDamaged("a key's values are of another kind")
         for _ in self._leaves(record, fixed_bytes=record.pad):
             pass
@@ -195,15 +213,11 @@ class _Walk:
         """A few values of one key, as a page inside of its node."""
         if len(page) < PAGE.size:
             raise PagesDamaged(f"page {number} holds a node that is cut short")
-        _, pad, flags, lower, upper = PAGE.unpack_from(page)
-        wanted = _LEAF | _SUBPAGE | (_LEAF2 if outer.flags & _DUPFIXED else 0)
-        count = (lower - PAGE.size) // 2
-        if (
-            flags & ~_DIRTY != wanted
-            or not PAGE.size < lower <= upper <= len(page)
-            or (flags & _LEAF2 and PAGE.size + count * pad > len(page))
-        ):
-            raise PagesDamaged(f"page {number} holds values that make no sense")
+        _, pad, flags, _, _ = PAGE.unpack_from(page)
+        if not outer.flags & _DUPFIXED or flags & ~_DIRTY != _LEAF | _SUBPAGE | _LEAF2:
+            raise PagesDamaged(f"page {number} holds values of another kind")
+        values = _fixed_values(number, page, pad)
+        _Place(number, b"", None).check_order(values)
 
     # --- pages ----------------------------------------------------------------------------------
 
@@ -217,47 +231,52 @@ class _Walk:
             return
         if not 1 <= record.depth <= _MAX_DEPTH:
             raise PagesDamaged(f"a tree is {record.depth} pages deep")
-        level = [record.root]
+        is_integer = bool(record.flags & _INTEGER_KEY)
+        level = [_Place(record.root, b"", None)]
         for _ in range(record.depth - 1):
-            below: list[int] = []
-            for number in level:
-                self._claim(number, 1)
-                below += self._children(number, min_branch_keys)
+            below: list[_Place] = []
+            for place in level:
+                self._claim(place.number, 1)
+                below += self._children(place, min_branch_keys, is_integer)
             level = below
-        for number in level:
-            self._claim(number, 1)
-            page = self._page(number)
-            self._check_leaf(number, page, fixed_bytes)
-            yield number, page
+        for place in level:
+            self._claim(place.number, 1)
+            page = self._page(place.number)
+            keys = self._leaf_keys(place.number, page, fixed_bytes)
+            place.check_order([_sortable(key, is_integer) for key in keys])
+            yield place.number, page
 
-    def _children(self, number: int, min_keys: int) -> list[int]:
+    def _children(self, place: _Place, min_keys: int, is_integer: bool) -> list[_Place]:
+        number = place.number
         page = self._page(number)
         offsets = self._offsets(number, page, _BRANCH)
         if len(offsets) < min_keys:
             raise PagesDamaged(f"page {number} has {len(offsets)} branches")
-        children = []
+        keys, children = [place.low], []
         for index, at in enumerate(offsets):
             low, high, top, key_bytes = _NODE.unpack_from(page, at)
-            if at + _NODE.size + key_bytes > len(page) or key_bytes > _MAX_KEY_BYTES:
+            end = at + _NODE.size + key_bytes
+            if end > len(page) or key_bytes > _MAX_KEY_BYTES:
                 raise PagesDamaged(f"page {number} has a key that leaves it")
-            if index and not key_bytes:
-                raise PagesDamaged(f"page {number} has an empty key")
             children.append(low | high << 16 | top << 32)
-        return children
+            if index:  # what stands before the first branch is not looked at
+                keys.append(_sortable(page[at + _NODE.size : end], is_integer))
+        place.check_order(keys)
+        return [
+            _Place(child, low, high)
+            for child, low, high in zip(children, keys, [*keys[1:], place.high], strict=True)
+        ]
 
-    def _check_leaf(self, number: int, page: bytes, fixed_bytes: int | None) -> None:
-        if fixed_bytes is None:
-            if not self._offsets(number, page, _LEAF):
-                raise PagesDamaged(f"page {number} is empty")
-            return
-        found, pad, flags, lower, upper = PAGE.unpack_from(page)
-        count = (lower - PAGE.size) // 2
-        if (
-            (found, flags, pad) != (number, _LEAF | _LEAF2, fixed_bytes)
-            or not PAGE.size < lower <= upper <= len(page)
-            or PAGE.size + count * pad > len(page)
-        ):
-            raise PagesDamaged(f"page {number} holds values that make no sense")
+    def _leaf_keys(self, number: int, page: bytes, fixed_bytes: int | None) -> list[bytes]:
+        if fixed_bytes is not None:
+            if page[: PAGE.size - 4] != PAGE.pack(number, fixed_bytes, _LEAF | _LEAF2, 0, 0)[:-4]:
+                raise PagesDamaged(f"page {number} is not where it belongs")
+            return _fixed_values(number, page, fixed_bytes)
+        offsets = self._offsets(number, page, _LEAF)
+        if not offsets:
+            raise PagesDamaged(f"page {number} is empty")
+        nodes = ((at + _NODE.size, _NODE.unpack_from(page, at)[3]) for at in offsets)
+        return [page[at : at + key_bytes] for at, key_bytes in nodes]
 
     def _offsets(self, number: int, page: bytes, kind: int) -> tuple[int, ...]:
         """Where the nodes of a page begin, all of them inside it."""
@@ -316,6 +335,22 @@ class _Walk:
         if 1 in self._used[first : first + count]:
             raise PagesDamaged(f"page {first} has two owners")
         self._used[first : first + count] = b"\1" * count
+
+
+def _fixed_values(number: int, page: bytes, size: int) -> list[bytes]:
+    """The values, of one size, that a LEAF2 page holds."""
+    _, _, _, lower, upper = PAGE.unpack_from(page)
+    count = (lower - PAGE.size) // 2
+    if not PAGE.size < lower <= upper <= len(page) or PAGE.size + count * size > len(page):
+        raise PagesDamaged(f"page {number} holds values that make no sense")
+    if not count or not size:
+        raise PagesDamaged(f"page {number} holds no values")
+    return [page[at : at + size] for at in range(PAGE.size, PAGE.size + count * size, size)]
+
+
+def _sortable(key: bytes, is_integer: bool) -> bytes:
+    """LMDB compares keys as bytes, or as integers, which are little-endian."""
+    return key[::-1] if is_integer else key
 
 
 def _record(page: bytes, at: int) -> _Record:
