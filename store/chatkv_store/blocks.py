@@ -15,8 +15,14 @@ from chatkv_store.chain import NewBlock as NewBlock
 from chatkv_store.chain import PutResult as PutResult
 from chatkv_store.chain import RunResult as RunResult
 from chatkv_store.chain import StoredBlock as StoredBlock
-from chatkv_store.environment import START_MAP_BYTES, Environment, NoRoom, remove_files
-from chatkv_store.errors import BlockMiss, StoreDamaged, StoreError, StoreFull
+from chatkv_store.environment import (
+    START_MAP_BYTES,
+    Environment,
+    NoRoom,
+    held_open,
+    remove_damaged,
+)
+from chatkv_store.errors import BlockMiss, StoreBusy, StoreDamaged, StoreError, StoreFull
 from chatkv_store.header import BlockHeader, HeaderDamaged
 from chatkv_store.keys import ID_BYTES, block_key, pack_ids
 from chatkv_store.layout import KVLayout
@@ -85,14 +91,16 @@ class BlockStore:
                 raise
             return env
 
-        try:
-            self.env = opened()
-        except StoreDamaged as error:
-            if read_only or not replace_damaged:
-                raise
-            remove_files(self.path)
-            self.env = opened()
-            self.replaced = str(error)
+        with held_open(self.path) as found:
+            try:
+                self.env = opened()
+            except StoreDamaged as error:
+                if read_only or not replace_damaged:
+                    raise
+                with suppress(StoreBusy):  # whoever has it open may just have replaced it
+                    remove_damaged(self.path, found)
+                    self.replaced = str(error)
+                self.env = opened()
         self.db = self.env.databases
         self._tables = Tables(self.db)
         self._room = None if budget is None else Room(self, budget, conversations)

@@ -283,10 +283,42 @@ class _MapIsFull(Exception):
     """Inside `Environment` only: the write has to be repeated with a larger map."""
 
 
-def remove_files(path: Path) -> None:
-    """Delete the environment in `path`; a process that has it open goes on with its own copy."""
-    for name in (DATA_FILE, LOCK_FILE):
-        (path / name).unlink(missing_ok=True)
+def remove_damaged(path: Path, damaged: int | None) -> None:
+    """Delete the environment in `path`, if its data file is still `damaged`, see `held_open`.
+
+    Raises StoreBusy where anybody has it open: who opens the new data file with the old lock file,
+    or the other way round, would write at the same time as somebody else.
+    """
+    with _translated(path):
+        users = Users(path, alone=True)
+        try:
+            if damaged is None or _is_same(damaged, path / DATA_FILE):
+                for name in (DATA_FILE, LOCK_FILE):
+                    (path / name).unlink(missing_ok=True)
+        finally:
+            users.leave()
+
+
+@contextmanager
+def held_open(path: Path) -> Iterator[int | None]:
+    """The data file, open, None where there is none: as long as it is open, no other file can be
+    taken for it."""
+    try:
+        file = os.open(path / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield None
+        return
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _is_same(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def copy_compact(path: Path, folder: Path, room_bytes: int) -> None:

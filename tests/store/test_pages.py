@@ -15,7 +15,9 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from chatkv_store import BlockStore, StoreDamaged, pages
+from chatkv_store import BlockStore, StoreBusy, StoreDamaged, pages
+from chatkv_store.environment import held_open, remove_damaged
+from chatkv_store.users import Users
 from kv_samples import SMALL, SPACE, data_file, kv_bits, kv_of, save
 
 PAGE = 4096
@@ -161,7 +163,8 @@ for seed in range(first, first + count):
                 more = list(range(5000 + 100 * turn, 5064 + 100 * turn))
                 save(store, SMALL, more, kv_bits(SMALL, 64, turn))
             store.remove([header.key for header in store.headers()][:20])
-            assert store.verify() == []
+            left = store.verify()
+            assert left == [], left
     except StoreError as error:
         assert "\\n" not in str(error)
 print("damaged", damaged)
@@ -183,3 +186,32 @@ def test_flipped_bits_never_kill_or_hang_the_process(tmp_path: Path, count: int)
     said = done.stdout.split()
     assert done.returncode == 0, f"seed {said[-1:]}: exit {done.returncode} {done.stderr[-2000:]}"
     assert int(said[-1]) > count // 20, "hardly anything was damaged: the test looks at nothing"
+
+
+def test_two_that_replace_a_damaged_store_end_with_one(tmp_path: Path) -> None:
+    """The second has seen the damage too, but must not take the new file from under the first."""
+    path = tmp_path / "kv"
+    filled(path)
+    os.truncate(data_file(path), 2 * PAGE)
+    with held_open(path) as seen:
+        with BlockStore(path, replace_damaged=True) as first:
+            assert first.replaced is not None
+            with pytest.raises(StoreBusy):
+                remove_damaged(path, seen)
+            save(first, SMALL, range(16), kv_bits(SMALL, 16))
+        remove_damaged(path, seen)  # another file by now
+    with BlockStore(path) as store:
+        assert store.match(SPACE, list(range(16)), SMALL).num_tokens == 16
+
+
+def test_a_damaged_store_in_use_is_left_to_its_user(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    filled(path)
+    holder = Users(path)
+    os.truncate(data_file(path), 2 * PAGE)
+    with pytest.raises(StoreDamaged):
+        BlockStore(path, replace_damaged=True)
+    assert data_file(path).stat().st_size == 2 * PAGE
+    holder.leave()
+    with BlockStore(path, replace_damaged=True) as store:
+        assert store.replaced is not None
