@@ -124,8 +124,18 @@ def _is_block(store: BlockStore, key: bytes) -> bool:
 
 
 def _dangling(store: BlockStore) -> list[tuple[bytes, bytes]]:
-    """Entries of `children` whose block is not there."""
-    return [entry for entry in store.scan("children") if not _is_block(store, _child(entry))]
+    """Entries of `children` whose block is not there, or has another parent."""
+    return [entry for entry in store.scan("children") if not _is_right(store, entry)]
+
+
+def _is_right(store: BlockStore, entry: tuple[bytes, bytes]) -> bool:
+    with store.env.read() as txn:
+        packed = txn.get(_child(entry), db=store.db["blocks"])
+        try:
+            header = None if packed is None else headers.unpack(bytes(packed))
+        except HeaderDamaged:
+            return True  # a finding of its own
+    return header is not None and (header.parent, child_entry(header)) == entry
 
 
 def _child(entry: tuple[bytes, bytes]) -> bytes:
@@ -142,5 +152,7 @@ def _mend_links(
         if txn.get(header.key, db=store.db["blocks"]) is not None:
             txn.put(header.parent, child_entry(header), db=store.db["children"])
     for parent, child in dangling:
-        if txn.get(child[ID_BYTES:], db=store.db["blocks"]) is None:
+        packed = txn.get(child[ID_BYTES:], db=store.db["blocks"])
+        header = None if packed is None else headers.unpack(bytes(packed))
+        if header is None or (header.parent, child_entry(header)) != (parent, child):
             txn.delete(parent, child, db=store.db["children"])
