@@ -32,6 +32,29 @@ def open_blocks(*, read_only: bool = True, replace_damaged: bool = False) -> Blo
     return BlockStore(path, read_only=read_only, replace_damaged=replace_damaged)
 
 
+def open_to_remove() -> BlockStore | None:
+    """The KV cache for deleting from it, None where nothing has been stored yet.
+
+    A deletion writes a few pages before it frees others, and must be possible in a full cache too.
+    """
+    from chatkv_store.blocks import BlockStore
+    from chatkv_store.room import MAX_SPARE_BYTES
+
+    data = folders().kv / "data.mdb"
+    if not data.is_file():
+        return None
+    return BlockStore(folders().kv, max_bytes=data.stat().st_size + MAX_SPARE_BYTES)
+
+
+def open_to_add(conversations: Conversations) -> BlockStore:
+    """The KV cache within its budget, made where it is missing."""
+    from chatkv_store.blocks import BlockStore
+    from chatkv_store.budget import default_budget
+
+    path = folders().make().kv
+    return BlockStore(path, budget=default_budget(path), conversations=conversations)
+
+
 def complete_session(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem[Any]]:

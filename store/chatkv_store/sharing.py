@@ -41,6 +41,7 @@ class Usage:
 
     sessions: list[SessionUsage]
     used_keys: frozenset[bytes]
+    shared_keys: frozenset[bytes]  # ... that several sessions find
 
 
 def usage(
@@ -64,6 +65,7 @@ def usage(
             for session in wanted
         ],
         frozenset(finders),
+        frozenset(key for key, number in finders.items() if number > 1),
     )
 
 
