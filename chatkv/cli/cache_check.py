@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from chatkv.cli.output import Output, output_options, plural, size
-from chatkv.cli.stores import open_blocks, open_conversations
+from chatkv.cli.stores import NOTHING_STORED, open_blocks, open_conversations
 from chatkv.cli.table import Column
 from chatkv.paths import folders
 
 if TYPE_CHECKING:
     from chatkv_store.blocks import BlockStore
     from chatkv_store.integrity import Finding
-
-NOTHING_STORED = "the KV cache is empty: it fills as you chat"
 
 
 @click.command()

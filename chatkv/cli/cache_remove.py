@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,13 +10,17 @@ import click
 from chatkv.cli.consent import ask_before
 from chatkv.cli.filters import parse_age, parse_bytes
 from chatkv.cli.output import Output, output_options, plural, printable, size
-from chatkv.cli.stores import complete_session, open_conversations, open_to_remove
+from chatkv.cli.stores import (
+    NOTHING_STORED,
+    complete_session,
+    open_conversations,
+    open_to_remove,
+)
 from chatkv.errors import UsageError
 
 if TYPE_CHECKING:
     from chatkv_store.blocks import BlockStore
 
-NOTHING_STORED = "the KV cache is empty: it fills as you chat"
 YES = click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 DRY_RUN = click.option("--dry-run", is_flag=True, help="Say what would go, and delete nothing.")
 
@@ -139,18 +142,12 @@ def _said_nothing(output: Output, dry_run: bool) -> None:
 
 
 def _namespaces(blocks: BlockStore, model: str) -> set[bytes]:
-    """The namespaces of the model with this name, or that begin with this (4 characters or more)."""
+    """The namespaces of the model of this name, or those that begin so (4 characters or more)."""
     known = blocks.namespaces()
     found = {space for space, info in known.items() if info.get("model") == model}
     if not found and len(model) >= 4:
         found = {space for space in known if space.hex().startswith(model.lower())}
     if not found:
-        raise UsageError(
-            f'no KV of a model "{printable(model)}"; there is {_names(known.values())}'
-        )
+        names = sorted({printable(str(info.get("model"))) for info in known.values()})
+        raise UsageError(f'no KV of a model "{printable(model)}"; there is: {", ".join(names)}')
     return found
-
-
-def _names(infos: Sequence[dict[str, Any]] | Any) -> str:
-    names = sorted({str(info.get("model")) for info in infos})
-    return ", ".join(printable(name) for name in names) or "none"

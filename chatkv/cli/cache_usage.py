@@ -12,15 +12,13 @@ import click
 
 from chatkv.cli.filters import Keys, select
 from chatkv.cli.output import Output, ago, count, output_options, plural, printable, size, when
-from chatkv.cli.stores import complete_session, open_blocks, open_conversations
+from chatkv.cli.stores import NOTHING_STORED, complete_session, open_blocks, open_conversations
 from chatkv.cli.table import Column
 from chatkv.paths import folders
 
 if TYPE_CHECKING:
     from chatkv_store.blocks import BlockStore
     from chatkv_store.sharing import SessionUsage
-
-NOTHING_STORED = "the KV cache is empty: it fills as you chat"
 
 KEYS: Keys = {
     "title": ("title", "text"),

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from chatkv_store.blocks import BlockStore
     from chatkv_store.conversations import Conversations
 
+NOTHING_STORED = "the KV cache is empty: it fills as you chat"
+
 
 def open_conversations() -> Conversations:
     """The conversations of this user; the file is made where it is missing."""
