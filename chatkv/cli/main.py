@@ -1,10 +1,9 @@
 """The program: its commands by name, imported when they are called, and how errors end.
 
 exit code 0    done
-          1    it could not be done, or a check found something
+          1    it could not be done, a check found something, or nobody reads the output any more
           2    used in a way that makes no sense
           130  interrupted by Ctrl-C
-          141  nobody reads the output any more
 """
 
 from __future__ import annotations
@@ -56,10 +55,25 @@ def cli() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point of the program; exits."""
+    _open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a Latin-1 terminal shows ? for the rest
     raise SystemExit(run(arguments))
+
+
+def _open_missing_streams() -> None:
+    """Let nothing be where a shell's `>&-` closed a standard stream.
+
+    Python has None there, which cannot be written to. Worse, the next file to be opened would get
+    the stream's number: a store, into which some library would then print its warnings.
+    """
+    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(spare)
+    sys.stdin = sys.stdin or os.fdopen(0)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -115,6 +115,33 @@ def test_a_reader_that_has_seen_enough_is_no_error(
     assert child.wait(timeout=60) == 1
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_no_error(home: Path, closed: str) -> None:
+    """As a service manager or a shell's `>&-` leaves it; no store may get the stream's number."""
+    opened_files = (
+        "import os, sys\n"
+        "from chatkv.cli import main\n"
+        "code = main.run\n"
+        "def run(arguments):\n"
+        "    done = code(arguments)\n"
+        "    print('any text', file=sys.stdout)\n"
+        "    return done or (os.open(os.devnull, os.O_RDONLY) <= 2) * 99\n"
+        "main.run = run\n"
+        "main.main(['sessions', 'ls'])\n"
+    )
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", command()[0], "-c", opened_files],
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_ctrl_c_is_quiet(home: Path) -> None:
     waiting = (
         "import click, sys, time\n"
