@@ -24,7 +24,8 @@ from chatkv.model.weights import load_weights
 from chatkv.paths import Folders
 from chatkv.process import prepare_to_compute
 from chatkv.restore.cost import CostFile, machine_name
-from chatkv.restore.restorer import DiskTier, Restorer
+from chatkv.restore.restorer import Restorer
+from chatkv.restore.saver import DiskTier
 from chatkv.session.conversation import Conversation, ModelParts
 from chatkv_store.blocks import BlockStore
 from chatkv_store.budget import default_budget

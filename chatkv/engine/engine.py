@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,14 @@ from chatkv.model.decoder import Decoder
 # Tokens per prefill chunk: the unit of progress and of cancelling. 256 lost 10% of the rate on
 # two cores, 1024 won 2% and doubled the wait for Ctrl-C.
 CHUNK_TOKENS = 512
+
+
+class Arriving(Protocol):
+    """KV that others are putting into a sequence's run while it is prefilled."""
+
+    def next_gap(self, position: int, total: int, limit: int) -> tuple[int, int]:
+        """The next tokens to compute, [start, stop): start >= position, all before start have
+        their KV; at most `limit` tokens, at least the last of `total`."""
 
 
 class Cancelled(Exception):
@@ -69,8 +78,11 @@ class Engine:
         sequence: TokenSequence,
         on_progress: Callable[[int, int], None] | None = None,
         cancelled: Callable[[], bool] | None = None,
+        arriving: Arriving | None = None,
     ) -> Tensor:
         """Compute every id that has no KV yet; logits after the last one, [vocab_size] float32.
+
+        What `arriving` brings meanwhile is skipped.
 
         on_progress(done, total) is told after every chunk. Raises Cancelled between chunks and
         ContextFull before anything is computed.
@@ -88,6 +100,9 @@ class Engine:
             if cancelled is not None and cancelled():
                 raise Cancelled
             stop = min(sequence.num_cached + CHUNK_TOKENS, total)
+            if arriving is not None:
+                gap = arriving.next_gap(sequence.num_cached, total, CHUNK_TOKENS)
+                sequence.num_cached, stop = gap
             logits = self._forward(sequence, stop)
             if on_progress is not None:
                 on_progress(stop, total)

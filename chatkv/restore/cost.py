@@ -31,6 +31,7 @@ class CostModel:
     prefill_fixed_s: float = 0.01
     prefill_s_per_token: float = 500e-6
     prefill_s_per_token_pair: float = 50e-9
+    load_cpu_s_per_token: float = 20e-6
     num_observations: int = 0
 
     def load_s(self, num_tokens: int) -> float:
@@ -45,12 +46,36 @@ class CostModel:
         linear = self.prefill_s_per_token * (stop - start)
         return self.prefill_fixed_s + linear + self.prefill_s_per_token_pair * pairs
 
-    def after_load(self, num_tokens: int, seconds: float) -> CostModel:
-        """This model, corrected by one load."""
+    def both_s(self, start: int, loadable_from: int, loaded_to: int) -> float:
+        """Seconds until tokens [start, loaded_to) are in the pool when prefill computes from the
+        first and [loadable_from, loaded_to) is loaded from the last, each as far as suits best.
+
+        The loader takes load_cpu_s_per_token of the cores' time away from prefill.
+        """
+
+        def at(meeting: int) -> float:
+            loaded = loaded_to - meeting
+            computing = self.prefill_s(start, meeting) + loaded * self.load_cpu_s_per_token
+            return max(self.load_s(loaded), computing)
+
+        # Convex between its ends, where the fixed costs of loading or computing fall away.
+        low, high = loadable_from, loaded_to
+        while high - low > 2:
+            third = (high - low) // 3
+            if at(low + third) <= at(high - third):
+                high -= third
+            else:
+                low += third
+        return min(map(at, {loadable_from, *range(low, high + 1), loaded_to}))
+
+    def after_load(self, num_tokens: int, seconds: float, cpu_s: float = 0.0) -> CostModel:
+        """This model, corrected by one load, which took `cpu_s` of every core."""
         scale = _damped(seconds, self.load_s(num_tokens))
+        cpu = _damped(cpu_s, num_tokens * self.load_cpu_s_per_token) if cpu_s else 1.0
         return replace(
             self,
             load_s_per_token=self.load_s_per_token * scale,
+            load_cpu_s_per_token=self.load_cpu_s_per_token * cpu,
             num_observations=self.num_observations + 1,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-from chatkv.errors import PersistenceError, UsageError
+from chatkv.errors import PersistenceError
 from chatkv.restore.cost import CostModel
 
 Method = Literal["none", "reload", "re-prefill", "both"]
@@ -25,10 +25,20 @@ class Situation:
     in_pool: int
     available: int
     history: int  # tokens that an earlier turn has computed already
+    # Tokens [stored_from, stored_to) are on disk too, behind a gap where stored_from > available.
+    stored_from: int | None = None
+    stored_to: int | None = None
 
     @property
     def loadable(self) -> int:
         return max(0, min(self.available, self.total - 1) - self.in_pool)
+
+    @property
+    def both_range(self) -> tuple[int, int]:
+        """The tokens that can be loaded from their end: [first, last), empty where none can."""
+        first = self.in_pool if self.stored_from is None else max(self.in_pool, self.stored_from)
+        last = self.available if self.stored_to is None else self.stored_to
+        return first, min(last, self.total - 1)
 
 
 @dataclass(frozen=True)
@@ -49,8 +59,6 @@ def choose(
     `exact` allows only what gives the bits of a conversation that never stopped: KV in the pool or
     loaded from disk. Raises PersistenceError where history would have to be computed again.
     """
-    if wanted == "both":
-        raise UsageError("restoring from both ends is not built yet: take --restore auto")
     total, in_pool = situation.total, situation.in_pool
     loaded = in_pool + situation.loadable
     recompute_s = cost.prefill_s(in_pool, total)
@@ -60,15 +68,19 @@ def choose(
         options["reload"] = reload_s * 1e3
     if in_pool < situation.history:
         options["re-prefill"] = recompute_s * 1e3
+        first, last = situation.both_range
+        if last > first:
+            both_s = cost.both_s(in_pool, first, last) + cost.prefill_s(last, total)
+            options["both"] = both_s * 1e3
     alternatives = dict(options)
     if exact:
         missing = situation.history - loaded
-        if missing > 0 or wanted == "re-prefill":
+        if missing > 0 or wanted in ("re-prefill", "both"):
             raise PersistenceError(
                 f"--exact: the KV of {max(missing, situation.loadable)} tokens would be computed "
                 "again, which may round differently; leave --exact out to allow it"
             )
-        options.pop("re-prefill", None)
+        options = {way: ms for way, ms in options.items() if way == "reload"}
     if not options:
         return Plan("none", recompute_s * 1e3, alternatives)
     chosen = wanted if wanted in options else _fastest(options)

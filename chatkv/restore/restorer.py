@@ -1,4 +1,4 @@
-"""Bringing a conversation's KV back into the pool, and handing new KV to the disk tier.
+"""Bringing a conversation's KV back into the pool: planning it, loading it, saying what it took.
 
 Knows the pool, the store and the cost model; decides nothing about text. Every block may be
 missing or damaged at any time: that costs time, is said, and never gives a wrong answer.
@@ -9,44 +9,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
-
-import torch
+from dataclasses import dataclass, replace
 
 from chatkv.engine.engine import Engine, TokenSequence
 from chatkv.engine.pool import BLOCK_TOKENS
 from chatkv.errors import PersistenceError
 from chatkv.model.rope import inverse_frequencies
+from chatkv.restore.both_ends import BothEnds
 from chatkv.restore.cost import CostFile
 from chatkv.restore.plan import Plan, Situation, Wanted, choose
-from chatkv_store import codec as codecs
-from chatkv_store.blocks import BlockStore, Match, NewBlock, StoredBlock
+from chatkv.restore.saver import DiskTier, Saver, pool_bits
+from chatkv_store.blocks import Match, StoredBlock
 from chatkv_store.errors import StoreError
-from chatkv_store.keys import block_key
 from chatkv_store.layout import KVLayout
-from chatkv_store.loader import LoadResult, default_threads, load_blocks
-from chatkv_store.writer import BlockWriter
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-
-@dataclass(frozen=True)
-class DiskTier:
-    """One model's KV on disk: its store, the writer behind it, what the KV is called, and the
-    codec for new blocks."""
-
-    store: BlockStore
-    writer: BlockWriter
-    namespace: bytes
-    codec: str = "lossless"
-
-    @property
-    def is_lossy(self) -> bool:
-        return codecs.is_lossy(codecs.by_name(self.codec))
+from chatkv_store.loader import default_threads, load_blocks
 
 
 @dataclass(frozen=True)
@@ -57,6 +33,7 @@ class Planned:
     ids: list[int]
     situation: Situation
     match: Match | None  # None: the disk was not asked, since the pool holds all of the history
+    stored: list[StoredBlock | None]  # block by block, also behind gaps
 
 
 @dataclass(frozen=True)
@@ -65,31 +42,24 @@ class Restored:
 
     plan: Plan
     reused: int
-    loaded: int
+    loaded: int = 0
     loaded_bytes: int = 0
     load_s: float = 0.0
+    load_cpu_s: float = 0.0  # of all threads together
     notices: tuple[str, ...] = ()
+    arriving: BothEnds | None = None  # what is on its way still; close it after the prefill
 
+    @property
+    def all_notices(self) -> tuple[str, ...]:
+        """`notices`, and what has become known since."""
+        if self.arriving is None or self.arriving.error is None:
+            return self.notices
+        return (*self.notices, f"loading stopped, the rest was computed: {self.arriving.error}")
 
-@dataclass
-class _Chain:
-    """Keys of a sequence's full blocks from the first on, and how many are on disk already.
-
-    No token at or behind `quantised_end` has KV that came from a lossy block. A new block that
-    begins before it (the front of a lossy block, where a session forks) is stored as it is: KV is
-    quantised once, from its original, and never again.
-    """
-
-    keys: list[bytes] = field(default_factory=list)
-    num_saved: int = 0
-    quantised_end: int = 0
-
-    def cut(self, num_tokens: int) -> None:
-        """Forget everything behind the first num_tokens tokens."""
-        full = num_tokens // BLOCK_TOKENS
-        del self.keys[full:]
-        self.num_saved = min(self.num_saved, full)
-        self.quantised_end = min(self.quantised_end, num_tokens)
+    @property
+    def num_loaded(self) -> int:
+        """Tokens that came from the disk until now."""
+        return self.loaded + (self.arriving.num_loaded if self.arriving else 0)
 
 
 class Restorer:
@@ -102,8 +72,8 @@ class Restorer:
         self.engine, self.layout, self.disk = engine, layout, disk
         self._costs, self._cost_key = costs, key
         self.cost = costs.load(key)
-        self._inverse_frequencies = inverse_frequencies(engine.decoder.config)[0].numpy()
-        self._chains: WeakKeyDictionary[TokenSequence, _Chain] = WeakKeyDictionary()
+        frequencies = inverse_frequencies(engine.decoder.config)[0].numpy()
+        self._saver = Saver(engine.pool, layout, disk, frequencies) if disk is not None else None
 
     def plan(
         self,
@@ -125,13 +95,18 @@ class Restorer:
                 "--exact out, or start a session without --kv-codec"
             )
         match = self._match(ids) if in_pool < history or not history else None
+        stored = self._stored(ids, match, history)
+        last = stored[-1] if stored else None
         situation = Situation(
             total=len(ids),
             in_pool=in_pool,
             available=max(in_pool, match.num_tokens if match else 0),
             history=history,
+            stored_from=_start_of_last_stretch(stored) if last else None,
+            stored_to=last.start + last.num_tokens if last else None,
         )
-        return Planned(choose(situation, self.cost, wanted, exact), list(ids), situation, match)
+        plan = choose(situation, self.cost, wanted, exact)
+        return Planned(plan, list(ids), situation, match, stored)
 
     def restore(
         self,
@@ -140,40 +115,32 @@ class Restorer:
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Restored:
         """Make `sequence` hold the planned ids, with as much of their KV in the pool as the plan
-        says. The rest is prefill's."""
-        situation, match = planned.situation, planned.match
+        says. The rest is prefill's, which must be told of `arriving` where that is set."""
+        situation = planned.situation
         sequence.become(planned.ids, num_cached=situation.in_pool)
-        chain = self._chains.setdefault(sequence, _Chain())
-        chain.cut(situation.in_pool)
-        result = Restored(planned.plan, reused=situation.in_pool, loaded=0)
-        if planned.plan.chosen == "reload" and match is not None:
-            result = self._load(sequence, match, result, on_progress)
-        return replace(result, notices=result.notices + self._alarm(sequence, situation, match))
+        if self._saver is not None:
+            self._saver.begin(sequence, [block for block in planned.stored if block is not None])
+        result = Restored(planned.plan, reused=situation.in_pool)
+        if planned.plan.chosen == "reload" and planned.match is not None:
+            result = self._load(sequence, planned.match, result, on_progress)
+        elif planned.plan.chosen == "both":
+            result = replace(result, arriving=self._load_from_the_end(sequence, planned))
+        return replace(result, notices=result.notices + self._alarm(sequence, planned))
 
     def save(self, sequence: TokenSequence, tail: bool = False) -> None:
-        """Hand blocks computed since the last call to the background writer; with `tail`, the
-        tokens of the unfinished last block too. Copies the KV, never waits for the disk."""
-        if self.disk is None:
-            return
-        chain = self._chains.setdefault(sequence, _Chain())
-        full = sequence.num_cached // BLOCK_TOKENS
-        chain.cut(sequence.num_cached)
-        while len(chain.keys) < full:
-            start = len(chain.keys) * BLOCK_TOKENS
-            parent = chain.keys[-1] if chain.keys else self.disk.namespace
-            chain.keys.append(block_key(parent, sequence.ids[start : start + BLOCK_TOKENS]))
-        while chain.num_saved < full:
-            start = chain.num_saved * BLOCK_TOKENS
-            if not self._put(sequence, chain, start, start + BLOCK_TOKENS):
-                return  # the queue is full: tried again with the next block, or recomputed one day
-            chain.num_saved += 1
-        if tail and sequence.num_cached % BLOCK_TOKENS:
-            self._put(sequence, chain, full * BLOCK_TOKENS, sequence.num_cached)
+        """Hand what was computed since the last call to the disk tier (see `Saver.save`)."""
+        if self._saver is not None:
+            self._saver.save(sequence, tail)
 
     def learn(self, restored: Restored, num_computed: int, prefill_s: float) -> None:
-        """Correct the cost model by what a turn took."""
+        """Correct the cost model by what a turn took. A restore from both ends says nothing about
+        either rate alone."""
+        if restored.arriving is not None:
+            return
         if restored.loaded:
-            self.cost = self.cost.after_load(restored.loaded, restored.load_s)
+            self.cost = self.cost.after_load(
+                restored.loaded, restored.load_s, restored.load_cpu_s / default_threads()
+            )
         if num_computed:
             start = restored.reused + restored.loaded
             self.cost = self.cost.after_prefill(start, start + num_computed, prefill_s)
@@ -189,6 +156,23 @@ class Restorer:
         except StoreError as error:
             return Match([], 0, str(error))
 
+    def _stored(
+        self, ids: Sequence[int], match: Match | None, history: int
+    ) -> list[StoredBlock | None]:
+        """What is stored, block by block; what lies behind a gap is looked for where history is."""
+        if match is None or self.disk is None:
+            return []
+        if match.num_tokens >= history:
+            return list(match.blocks)
+        try:
+            store, namespace = self.disk.store, self.disk.namespace
+            found = store.locate(namespace, ids[: min(history, len(ids) - 1)], self.layout)
+        except StoreError:
+            return list(match.blocks)
+        while found and found[-1] is None:
+            found.pop()
+        return found
+
     def _load(
         self,
         sequence: TokenSequence,
@@ -198,8 +182,8 @@ class Restorer:
     ) -> Restored:
         """Read the matched blocks that are not in the pool yet. Those that turn out to be damaged
         end the useful part, and are dropped from the store so that they can be written again."""
-        assert self.disk is not None
-        began = time.perf_counter()
+        assert self.disk is not None and self._saver is not None
+        began, cpu_began = time.perf_counter(), time.process_time()
         self.engine.pool.reserve(sequence.run, len(sequence.ids))
         first = result.reused // BLOCK_TOKENS
         blocks = match.blocks[first:]
@@ -208,50 +192,58 @@ class Restorer:
             self.disk.store,
             blocks,
             self.layout,
-            self._bits(sequence),
+            pool_bits(self.engine.pool, sequence),
             default_threads(),
             on_group_done=lambda group, _: on_progress and on_progress(group + 1, groups),
         )
         usable = max(result.reused, first * BLOCK_TOKENS + loaded.num_tokens_ok)
         sequence.num_cached = usable
-        self._remember(sequence, match, usable)
+        self._saver.loaded(sequence, [block for block in blocks if block.start < usable])
+        notices: tuple[str, ...] = ()
+        if loaded.misses:
+            damaged = next(b for b in blocks if b.start + b.num_tokens > usable)
+            self._drop(sequence, damaged)
+            notices = (f"stored KV is unusable and computed again: {loaded.misses[0]}",)
         return replace(
             result,
             loaded=usable - result.reused,
             loaded_bytes=loaded.bytes_read,
             load_s=time.perf_counter() - began,
-            notices=self._drop_damaged(blocks, loaded),
+            load_cpu_s=time.process_time() - cpu_began,
+            notices=notices,
         )
 
-    def _remember(self, sequence: TokenSequence, match: Match, usable: int) -> None:
-        """The full blocks that came from the store need not be saved to it."""
-        full = usable // BLOCK_TOKENS
-        chain = self._chains[sequence]
-        chain.keys = [block.key for block in match.blocks[:full]]
-        if full and match.blocks[full - 1].header.num_tokens != match.blocks[full - 1].num_tokens:
-            chain.keys.pop()
-        chain.num_saved = len(chain.keys)
-        for block in match.blocks:
-            if codecs.is_quantised(block.header.codec):
-                chain.quantised_end = min(block.start + block.num_tokens, usable)
+    def _load_from_the_end(self, sequence: TokenSequence, planned: Planned) -> BothEnds:
+        """Begin to load the stored blocks, the last ones first, beside the prefill that follows."""
+        self.engine.pool.reserve(sequence.run, len(sequence.ids))
+        bits = pool_bits(self.engine.pool, sequence)
 
-    def _drop_damaged(self, blocks: Sequence[StoredBlock], loaded: LoadResult) -> tuple[str, ...]:
-        if not loaded.misses:
-            return ()
-        assert self.disk is not None
-        good = 0
-        for block in blocks:
-            good += block.num_tokens
-            if good > loaded.num_tokens_ok:
-                with suppress(StoreError):  # else it stays damaged, and stays a miss
-                    self.disk.store.remove([block.key])
-                break
-        return (f"stored KV is unusable and computed again: {loaded.misses[0]}",)
+        def load(blocks: Sequence[StoredBlock]) -> int:
+            assert self.disk is not None and self._saver is not None
+            done = load_blocks(self.disk.store, blocks, self.layout, bits, threads=1)
+            sound = done.num_tokens_ok // blocks[0].num_tokens
+            self._saver.loaded(sequence, blocks[:sound])
+            if sound < len(blocks):
+                self._drop(sequence, blocks[sound])
+            return sound
 
-    def _alarm(
-        self, sequence: TokenSequence, situation: Situation, match: Match | None
-    ) -> tuple[str, ...]:
+        def share(position: int) -> float:
+            block_s = self.cost.prefill_s(position, position + BLOCK_TOKENS)
+            load_s = self.cost.load_s_per_token * BLOCK_TOKENS
+            return load_s / (load_s + block_s - self.cost.prefill_fixed_s)
+
+        # A block that is partly in the pool already is prefill's.
+        first = -(-planned.situation.in_pool // BLOCK_TOKENS)
+        return BothEnds(planned.stored, first, load, share)
+
+    def _drop(self, sequence: TokenSequence, damaged: StoredBlock) -> None:
+        assert self._saver is not None
+        with suppress(StoreError):  # else it stays damaged, and stays a miss
+            self._saver.replace(sequence, damaged)
+
+    def _alarm(self, sequence: TokenSequence, planned: Planned) -> tuple[str, ...]:
         """History that has to be computed again although nobody asked for it is always said."""
+        situation, match = planned.situation, planned.match
         missing = situation.history - max(situation.available, sequence.num_cached)
         if missing <= 0 or match is None or match.miss is None:
             return ()
@@ -259,24 +251,14 @@ class Restorer:
             f"{missing} tokens of history have no stored KV and are computed again: {match.miss}",
         )
 
-    def _put(self, sequence: TokenSequence, chain: _Chain, start: int, stop: int) -> bool:
-        """Queue tokens [start, stop) of one block; False where the queue has no room."""
-        assert self.disk is not None
-        index = start // BLOCK_TOKENS
-        parent = chain.keys[index - 1] if index else self.disk.namespace
-        # A copy, since the pool's memory may be given to somebody else before it is written.
-        bits = self._bits(sequence)[:, :, :, start:stop].copy()
 
-        def value(group: int) -> npt.NDArray[Any]:
-            layers = self.layout.value_layers(group)
-            return bits[layers.start : layers.stop]
-
-        block = NewBlock(parent, sequence.ids[start:stop], value, start, self._inverse_frequencies)
-        codec = codecs.KEPT if start < chain.quantised_end else self.disk.codec
-        return self.disk.writer.submit(self.disk.namespace, self.layout, [block], codec)
-
-    def _bits(self, sequence: TokenSequence) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """View of the sequence's KV as bits: [layers, 2, kv_heads, capacity, head_dim]."""
-        slots = self.engine.pool.slots(sequence.run, 0, sequence.run.capacity)
-        kind = torch.uint32 if slots.dtype == torch.float32 else torch.uint16
-        return slots.view(kind).numpy()
+def _start_of_last_stretch(stored: Sequence[StoredBlock | None]) -> int:
+    """The first token of the stored blocks that reach to the end without a gap."""
+    index = len(stored)
+    while index > 0:
+        block = stored[index - 1]
+        is_whole = block is not None and (index == len(stored) or block.num_tokens == BLOCK_TOKENS)
+        if not is_whole:
+            break
+        index -= 1
+    return index * BLOCK_TOKENS

@@ -170,7 +170,12 @@ class Conversation:
             self.model.restorer.save(self.sequence)
             listener.on_progress("prefill", done, total)
 
-        return self.model.engine.prefill(self.sequence, progress, listener.cancelled)
+        arriving = record.restored.arriving if record.restored else None
+        try:
+            return self.model.engine.prefill(self.sequence, progress, listener.cancelled, arriving)
+        finally:
+            if arriving is not None:
+                arriving.close()
 
     def _decode(
         self,
@@ -260,7 +265,7 @@ class Conversation:
         return f"the chat template would write this conversation differently {difference}"
 
     def _notices(self, record: TurnRecord, checkpoints: Checkpointer) -> tuple[str, ...]:
-        lines = list(record.restored.notices) if record.restored is not None else []
+        lines = list(record.restored.all_notices) if record.restored is not None else []
         lines += self.journal.take_notices()
         if checkpoints.error is not None and not self.journal.num_unsaved:
             lines.append(f"the reply could not be saved while it was written: {checkpoints.error}")

@@ -40,7 +40,7 @@ class TurnRecord:
         """A prefill chunk is computed: num_cached tokens now have their KV."""
         self._prefilled_at = _now()
         if self.restored is not None:
-            self.num_computed = num_cached - self.restored.reused - self.restored.loaded
+            self.num_computed = num_cached - self.restored.reused - self.restored.num_loaded
 
     def token_done(self) -> None:
         self._token_times.append(_now())
@@ -62,7 +62,7 @@ class TurnRecord:
 
     def tokens(self, num_generated: int) -> TokenCounts:
         reused = self.restored.reused if self.restored else 0
-        loaded = self.restored.loaded if self.restored else 0
+        loaded = self.restored.num_loaded if self.restored else 0
         return TokenCounts(
             prompt=reused + loaded + self.num_computed,
             reused=reused,

@@ -99,14 +99,11 @@ def test_piped_text_is_the_question_or_follows_it(ask: Program, program: Program
         (["ask", "hi", "--temperature", "-3"], 2, "makes no sense"),
         (["ask", "hi", "--max-tokens", "0"], 2, "--max-tokens"),
         (["ask", "hi", "--dtype", "int3"], 2, "int3"),
-        (["ask", "hi", "--restore", "both"], 2, "both ends"),
     ],
 )
 def test_a_mistake_is_one_line_and_a_code(
-    words: list[str], code: int, says: str, program: Program, model: str
+    words: list[str], code: int, says: str, program: Program
 ) -> None:
-    if words[-1] == "both":
-        words = [*words, "--model", model]
     result = program(*words)
     assert result.code == code, result.err
     assert says in result.err

@@ -15,6 +15,7 @@ from chatkv.client import ChatRequest, KVCodec, OpenChat, open_chat
 from chatkv.engine.sampling import SamplingOptions
 from chatkv.errors import PersistenceError
 from chatkv.paths import folders
+from chatkv.restore.saver import pool_bits
 from chatkv.session.turn import TurnOptions, TurnResult
 from chatkv_store import codec as codecs
 from chatkv_store.blocks import StoredBlock
@@ -55,7 +56,7 @@ def stored(chat: OpenChat, ids: Sequence[int]) -> list[StoredBlock]:
 
 def kv_of_pool(chat: OpenChat) -> npt.NDArray[Any]:
     sequence = chat.conversation.sequence
-    return chat.runtime.restorer._bits(sequence)[:, :, :, : sequence.num_cached].copy()
+    return pool_bits(chat.runtime.engine.pool, sequence)[:, :, :, : sequence.num_cached].copy()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

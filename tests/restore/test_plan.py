@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chatkv.errors import PersistenceError, UsageError
+from chatkv.errors import PersistenceError
 from chatkv.restore.cost import CostFile, CostModel
 from chatkv.restore.plan import (
     EXACT_IS_WORTH_MS,
@@ -76,9 +76,26 @@ def test_what_is_wanted_is_done_where_it_is_possible(
         assert plan.chosen == wanted
 
 
-def test_both_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match="both ends"):
-        choose(Situation(100, 0, 90, 90), CostModel(), "both")
+@given(situations(), RATES)
+def test_both_ends_are_never_slower_than_one_by_the_model(here: Situation, cost: CostModel) -> None:
+    """But for what loading takes from prefill: a free loader is never worse than either alone."""
+    free = replace(cost, load_cpu_s_per_token=0.0)
+    plan = choose(here, free)
+    if "both" in plan.alternatives_ms:
+        ways = plan.alternatives_ms
+        assert ways["both"] <= ways["re-prefill"] + 1e3 * free.prefill_fixed_s + 1e-6
+        if "reload" in ways and here.available == here.both_range[1]:
+            assert ways["both"] <= ways["reload"] + 1e-6
+
+
+@given(RATES, st.integers(0, 3000), st.integers(0, 3000), st.integers(1, 3000))
+def test_the_meeting_point_is_the_best(cost: CostModel, start: int, gap: int, stored: int) -> None:
+    first, last = start + gap, start + gap + stored
+    best = cost.both_s(start, first, last)
+    for meeting in range(first, last + 1, max(1, stored // 50)):
+        loaded = last - meeting
+        computing = cost.prefill_s(start, meeting) + loaded * cost.load_cpu_s_per_token
+        assert best <= max(cost.load_s(loaded), computing) + 1e-9
 
 
 @given(RATES, st.integers(1, 8000), st.floats(1e-4, 100))

@@ -1,0 +1,188 @@
+"""Restoring from both ends: whatever the two ends do, every token gets its KV once, and right."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chatkv.client import ChatRequest, OpenChat, open_chat
+from chatkv.engine.options import SamplingOptions
+from chatkv.engine.pool import BLOCK_TOKENS
+from chatkv.paths import folders
+from chatkv.restore.both_ends import BothEnds
+from chatkv.session.turn import Listener, TurnOptions
+from chatkv_store.chain import StoredBlock
+from turns import run_turns
+
+Checkpoint = Callable[..., Path]
+
+
+class Walk:
+    """A prefill that computes nothing but notes who brought which token."""
+
+    def __init__(self, stored: Sequence[int | None], first: int, behaviour: random.Random) -> None:
+        self.tokens: dict[int, str] = {}
+        self.behaviour, self.lock = behaviour, threading.Lock()
+        header: Any = None
+        self.blocks = [
+            None if count is None else StoredBlock(b"", index * BLOCK_TOKENS, count, header)
+            for index, count in enumerate(stored)
+        ]
+        self.both = BothEnds(self.blocks, first, self.load, lambda position: behaviour.random())
+
+    def load(self, blocks: Sequence[StoredBlock]) -> int:
+        sound = (
+            len(blocks) if self.behaviour.random() < 0.8 else self.behaviour.randrange(len(blocks))
+        )
+        if self.behaviour.random() < 0.05:
+            raise OSError("the disk is gone")
+        time.sleep(self.behaviour.random() * 0.002)
+        for block in blocks[:sound]:
+            self.note(block.start, block.start + block.num_tokens, "loaded")
+        return sound
+
+    def prefill(self, start: int, total: int) -> None:
+        position = start
+        while position < total:
+            begin, stop = self.both.next_gap(position, total, 128)
+            assert position <= begin < stop <= min(total, begin + 128)
+            for token in range(position, begin):
+                assert self.tokens.get(token) == "loaded", f"token {token} was skipped"
+            time.sleep(self.behaviour.random() * 0.001)
+            self.note(begin, stop, "computed")
+            position = stop
+
+    def note(self, start: int, stop: int, how: str) -> None:
+        with self.lock:
+            for token in range(start, stop):
+                assert token not in self.tokens, f"token {token} came twice"
+                self.tokens[token] = how
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    holes=st.lists(st.integers(0, 14), max_size=4),
+    length=st.integers(1, 15),
+    tail=st.integers(1, BLOCK_TOKENS),
+    first=st.integers(0, 5),
+    prompt=st.integers(1, 300),
+)
+def test_every_token_is_brought_once(
+    seed: int, holes: list[int], length: int, tail: int, first: int, prompt: int
+) -> None:
+    stored: list[int | None] = [BLOCK_TOKENS] * (length - 1) + [tail]
+    for hole in holes:
+        if hole < length:
+            stored[hole] = None
+    while stored and stored[-1] is None:
+        stored.pop()
+    walk = Walk(stored, first, random.Random(seed))
+    in_pool = min(first * BLOCK_TOKENS, max(0, (length - 1) * BLOCK_TOKENS))
+    total = (length - 1) * BLOCK_TOKENS + tail + prompt
+    walk.prefill(in_pool, total)
+    walk.both.close()
+    loaded = sum(how == "loaded" for token, how in walk.tokens.items() if token >= in_pool)
+    assert walk.both.num_loaded == loaded
+    assert all(token in walk.tokens for token in range(in_pool, total))
+
+
+# --- with a real model ----------------------------------------------------------------------------
+
+TEXT = "Tell me a long story about the sea, a ship, its captain and the captain's cat. " * 9
+OPTIONS: dict[str, Any] = {"dtype": "float32", "max_tokens": 6}
+
+
+@pytest.fixture
+def model(home: Path, tiny_checkpoint: Checkpoint) -> str:
+    return str(tiny_checkpoint("llama3"))
+
+
+def fork(session: str) -> str:
+    from chatkv_store.conversations import Conversations
+
+    with Conversations(folders().conversations) as conversations:
+        return conversations.fork(session).id
+
+
+def store_blocks(session: str, model: str) -> list[bytes]:
+    """Keys of the session's stored blocks, in order."""
+    with open_chat(folders(), ChatRequest(model, "float32", resume=session)) as chat:
+        found = chat.runtime.restorer.plan(
+            chat.conversation.sequence, [*chat.conversation.log, 5], len(chat.conversation.log) - 1
+        ).stored
+        return [block.key for block in found if block is not None]
+
+
+@pytest.mark.parametrize("drop", [(), (0,), (2,), (0, 1), (1, 4), (5,), (0, 3, 5)])
+def test_the_answer_is_that_of_a_re_prefill(drop: tuple[int, ...], model: str) -> None:
+    """Also with blocks missing in front, in the middle and at the end."""
+    session = run_turns([TEXT], model=model, **OPTIONS)[0]["session"]
+    twins = [fork(session) for _ in range(2)]
+    keys = store_blocks(session, model)
+    assert len(keys) > 6
+    with open_chat(folders(), ChatRequest(model, "float32", resume=session)) as chat:
+        assert chat.runtime.restorer.disk is not None
+        chat.runtime.restorer.disk.store.remove([keys[index] for index in drop])
+    options: dict[str, Any] = OPTIONS | {"model": model}
+    both = run_turns(["And then?"], session=twins[0], restore="both", **options)[0]
+    again = run_turns(["And then?"], session=twins[1], restore="re-prefill", **options)[0]
+    assert both["plan"]["chosen"] == "both"
+    assert both["reply_ids"] == again["reply_ids"]
+    tokens = both["tokens"]
+    assert tokens["prompt"] == tokens["reused"] + tokens["loaded"] + tokens["computed"]
+    assert tokens["loaded"] > 0
+    assert again["tokens"]["loaded"] == 0
+
+
+def answered(chat: OpenChat, **options: Any) -> Any:
+    return chat.conversation.send(
+        "And then?",
+        TurnOptions(SamplingOptions(temperature=0), max_tokens=6, restore="both", **options),
+    )
+
+
+def test_a_loader_that_fails_midway_leaves_the_rest_to_prefill(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from chatkv.restore import restorer
+    from chatkv_store.errors import StoreError
+
+    session = run_turns([TEXT], model=model, **OPTIONS)[0]["session"]
+    twin = fork(session)
+    calls = []
+    original = restorer.load_blocks
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) > 1:
+            raise StoreError("the disk is gone")
+        return original(*args, **kwargs)
+
+    with (
+        monkeypatch.context() as patch,
+        open_chat(folders(), ChatRequest(model, "float32", resume=session)) as chat,
+    ):
+        patch.setattr(restorer, "load_blocks", failing)
+        result = answered(chat)
+    clean = run_turns(["And then?"], session=twin, model=model, restore="re-prefill", **OPTIONS)
+    assert result.text == clean[0]["text"]
+    assert any("the disk is gone" in notice for notice in result.notices)
+
+
+def test_cancelling_stops_both_ends(model: str) -> None:
+    session = run_turns([TEXT], model=model, **OPTIONS)[0]["session"]
+    with open_chat(folders(), ChatRequest(model, "float32", resume=session)) as chat:
+        cancelled = chat.conversation.send(
+            "And then?", TurnOptions(restore="both"), Listener(cancelled=lambda: True)
+        )
+        assert cancelled.finish_reason == "interrupted"
+        assert not any(thread.name == "kv-from-the-end" for thread in threading.enumerate())
+        assert chat.conversation.send("Still there?", TurnOptions(max_tokens=4)).turn == 3
