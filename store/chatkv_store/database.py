@@ -167,6 +167,7 @@ class Database:
         try:  # another process may have been faster: look again now that we hold the lock
             self._check_origin(conn)
             migrations.migrate(conn)
+            failpoint("conversations.migrated")
             conn.execute("COMMIT")
         except BaseException:
             if conn.in_transaction:

@@ -9,6 +9,7 @@ began from being reused, and the file grows until it is full.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 import lmdb
 
 from chatkv_store import pages
+from chatkv_store.budget import disk_free_bytes
 from chatkv_store.errors import (
     StoreBusy,
     StoreDamaged,
@@ -34,6 +36,8 @@ from chatkv_store.users import Users
 DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"
 COMPACTION_FOLDER = "compaction"  # where `compact` writes; a dead one's is removed at an open
 START_MAP_BYTES = 1 << 30
+NEARLY_FULL_BYTES = 1 << 20
+LOCK_FILE_BYTES = 40 << 10  # LMDB's head and 64 bytes to a reader, in whole pages
 MAX_READERS = 512  # reader slots over all processes; a dead process's are freed at the next open
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -339,6 +343,26 @@ def copy_compact(path: Path, folder: Path, room_bytes: int) -> None:
         env.copy(str(folder), compact=True)
 
 
+def _reserve_lock_file(path: Path) -> None:
+    """Take the disk space of a new lock file at once: LMDB would touch it page by page through a
+    map, and on a disk that has filled up meanwhile that kills the process (SIGBUS).
+
+    An existing one is never opened here: closing it would drop LMDB's locks of this process.
+    """
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return
+    try:
+        os.posix_fallocate(file, 0, LOCK_FILE_BYTES)
+    except OSError as error:
+        path.unlink()
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system without it
+            raise
+    finally:
+        os.close(file)
+
+
 def _open(path: Path, map_bytes: int, num_databases: int, read_only: bool) -> Any:
     with suppress(FileNotFoundError), (path / DATA_FILE).open("rb") as file:
         try:
@@ -357,6 +381,7 @@ def _open(path: Path, map_bytes: int, num_databases: int, read_only: bool) -> An
         "readahead": True,  # off, cold reads were 10x slower
     }
     if not read_only:
+        _reserve_lock_file(path / LOCK_FILE)
         return lmdb.open(str(path), **options)
     try:
         return lmdb.open(str(path), **options)
@@ -395,9 +420,21 @@ def _as_ours(error: BaseException, path: Path) -> BaseException:
             return StoreBusy(f"{cache} is already open in this process")
         case lmdb.Error() if "Read-only file system" in text:
             return StoreReadOnly(f"{cache} lies on a read-only file system")
+        case OSError() if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return StoreFull(f"no room to write {cache}: {text}")
+        case lmdb.Error() | OSError() if "Input/output error" in text and _is_nearly_full(path):
+            return StoreFull(f"no room to write {cache}: the disk is full")
         case lmdb.Error() | OSError():
             return StoreError(f"{cache} cannot be used: {text}")
     return error
+
+
+def _is_nearly_full(path: Path) -> bool:
+    """LMDB calls a write that came through in part an I/O error."""
+    try:
+        return disk_free_bytes(path) < NEARLY_FULL_BYTES
+    except OSError:
+        return False
 
 
 _DAMAGE = (

@@ -16,7 +16,12 @@ import signal
 VARIABLE = "CHATKV_FAILPOINT"
 
 # Every place, so that a test can try each and notices one that it does not know.
-CONVERSATIONS = ("conversations.begun", "conversations.written", "conversations.committed")
+CONVERSATIONS = (
+    "conversations.migrated",
+    "conversations.begun",
+    "conversations.written",
+    "conversations.committed",
+)
 BLOCKS = (
     "blocks.begun",
     "blocks.values",
