@@ -7,6 +7,7 @@ calibrations are cache (may vanish at any time); sockets and locks are runtime.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,3 +60,16 @@ def folders() -> Folders:
         # The library's own answer without the variable is a folder in /tmp that others can see.
         Path(session) / "chatkv" if session else Path(dirs.user_cache_dir) / "run",
     )
+
+
+def write_note(path: Path, text: str) -> None:
+    """Write a small file of the cache whole, or not at all where it cannot be written: what a note
+    holds can always be found out again.
+    """
+    scratch = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        os.replace(scratch, path)
+    except OSError:
+        with suppress(OSError):
+            scratch.unlink()

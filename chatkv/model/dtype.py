@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 
 from chatkv.model.linear import Linear, packs_on_cpu
 from chatkv.model.prepared import Dtype
+from chatkv.paths import write_note
 
 # The shape of a small model's MLP; large enough not to stay in a core's own cache.
 _OUT, _IN, _MATRICES = 3072, 1024, 8
@@ -27,7 +27,7 @@ def choose_dtype(cache: Path) -> Dtype:
     if known.get(key) not in ("bfloat16", "float32"):
         faster = _decode_s(torch.bfloat16) <= _decode_s(torch.float32)
         known[key] = "bfloat16" if faster else "float32"
-        _write(path, known)
+        write_note(path, json.dumps(known, indent=1))
     return "bfloat16" if known[key] == "bfloat16" else "float32"
 
 
@@ -63,12 +63,3 @@ def _read(path: Path) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return known if isinstance(known, dict) else {}
-
-
-def _write(path: Path, known: dict[str, str]) -> None:
-    scratch = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        scratch.write_text(json.dumps(known, indent=1))
-        os.replace(scratch, path)
-    except OSError:
-        scratch.unlink(missing_ok=True)

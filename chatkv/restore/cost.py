@@ -11,10 +11,13 @@ dtype and device.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+from chatkv.paths import write_note
 
 # How far one observation moves a rate, and how far it may at most: a machine that was busy for
 # one turn must not turn the next decision around.
@@ -109,18 +112,15 @@ class CostFile:
     def load(self, key: str) -> CostModel:
         fields = self._entries().get(key)
         try:
-            return CostModel(**fields) if isinstance(fields, dict) else CostModel()
-        except TypeError:  # written by another version
+            known = CostModel(**fields) if isinstance(fields, dict) else CostModel()
+            is_sound = all(math.isfinite(rate) and rate >= 0 for rate in asdict(known).values())
+        except TypeError:  # written by another version, or by hand
             return CostModel()
+        return known if is_sound else CostModel()
 
     def save(self, key: str, model: CostModel) -> None:
         entries = {**self._entries(), key: asdict(model)}
-        scratch = self.path.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            scratch.write_text(json.dumps(entries, indent=1))
-            os.replace(scratch, self.path)
-        except OSError:
-            scratch.unlink(missing_ok=True)  # a cache: the next turn tries again
+        write_note(self.path, json.dumps(entries, indent=1))
 
     def _entries(self) -> dict[str, object]:
         try:

@@ -119,6 +119,7 @@ def test_the_file_keeps_models_apart_and_survives_nonsense(tmp_path) -> None:  #
     file.save("a", learnt)
     file.save("b", CostModel(load_fixed_s=1.0))
     assert file.load("a") == learnt
-    for nonsense in ("", "[]", '{"a": 3}', '{"a": {"other_version": 1}}'):
+    fields = ('{"other_version": 1}', '{"load_fixed_s": null}', '{"load_s_per_token": NaN}', "3")
+    for nonsense in ("", "[]", *(f'{{"a": {one}}}' for one in fields)):
         file.path.write_text(nonsense)
         assert file.load("a") == CostModel()

@@ -1,0 +1,46 @@
+"""A cache that is not what it should be costs time, never a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from turns import run_turns
+
+NOTES = ("costs.json", "dtype.json")
+
+
+def _cache_is_a_file(home: Path) -> None:
+    (home / "cache").write_text("in the way")
+
+
+def _home_is_a_file(home: Path) -> None:
+    home.rmdir()
+    home.write_text("in the way")
+
+
+def _notes_are_folders(home: Path) -> None:
+    for name in NOTES:
+        (home / "cache" / name / "in the way").mkdir(parents=True)
+    (home / "cache" / "kv").write_text("in the way")
+
+
+def _notes_are_nonsense(home: Path) -> None:
+    (home / "cache" / "kv").parent.mkdir()
+    (home / "cache" / "kv").write_text("in the way")
+    for name in NOTES:
+        (home / "cache" / name).write_bytes(b"\xff\x00{")
+
+
+@pytest.mark.parametrize(
+    "spoil", [_cache_is_a_file, _home_is_a_file, _notes_are_folders, _notes_are_nonsense]
+)
+def test_a_turn_goes_through(
+    spoil: Callable[[Path], None], home: Path, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    spoil(home)
+    results = run_turns(["hello", "more"], model=str(tiny_checkpoint("llama3")), dtype="auto")
+    assert [turn["turn"] for turn in results] == [1, 2]
+    assert any("KV is not kept" in line for line in results[0]["runtime_notices"])
