@@ -15,6 +15,7 @@ from chatkv.cli.output import Output, ago, count, output_options, plural, printa
 from chatkv.cli.stores import NOTHING_STORED, complete_session, open_blocks, open_conversations
 from chatkv.cli.table import Column
 from chatkv.paths import folders
+from chatkv.session.codec_record import summary as codec_summary
 
 if TYPE_CHECKING:
     from chatkv_store.blocks import BlockStore
@@ -207,6 +208,7 @@ def du(output: Output) -> None:
                 "disk free",
             ),
             ("prepared models", size(values["prepared_models_bytes"])),
+            *codec_summary(place.models),
             ("free on this disk", size(values["disk_free_bytes"])),
             ("folder", str(place.cache)),
         ]
