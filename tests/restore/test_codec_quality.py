@@ -117,6 +117,9 @@ def test_the_command_measures_and_remembers(
     rows = {name: row for codecs in known.values() for name, row in codecs.items()}
     assert rows == {row["codec"]: row for row in found["codecs"]}
 
+    usage = CliRunner().invoke(cli, ["cache", "du"]).stdout
+    assert "bfloat16: int4 " in usage and "packed 1." in usage
+
     shown = CliRunner().invoke(cli, [*arguments, "--tokens", "128"])
     assert shown.exit_code == 0 and "int4" in shown.stdout and "KL" in shown.stdout
 
@@ -151,7 +154,9 @@ def test_the_record_keeps_what_other_models_have(tmp_path: Path) -> None:
     known = codec_record.known_qualities(tmp_path)
     assert set(known) == {b"int4".hex(), b"fp8".hex()}
     assert known[b"int4".hex()]["int4"]["kl"] == 0.5
-    assert codec_record.one_line(known[b"fp8".hex()]) == "fp8 3.50x, perplexity +1%, KL 0.006"
+    assert ("codecs", "b, bfloat16: fp8 3.50x, perplexity +1.00%, KL 0.006") in (
+        codec_record.summary(tmp_path)
+    )
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"00": 1}', '{"00": {"codecs": []}}'])
@@ -167,5 +172,6 @@ def test_goals_on_smollm2(smollm2_gguf: Path, tmp_path: Path) -> None:
     prepared, decoder, layout = loaded(smollm2_gguf, tmp_path)
     ids = Tokenizer.from_prepared(prepared).encode("\n".join(topics.values())[:30_000])[:2048]
     (measured,) = measure_codecs(decoder, layout, ids, ["int4"])
-    assert abs(measured.perplexity_change) <= 0.003
-    assert measured.kl <= 0.01
+    # In float32, where nothing else rounds. A thousand tokens tell perplexity to about 0.3%.
+    assert abs(measured.perplexity_change) <= 0.003 + 0.003
+    assert measured.kl <= 0.003
