@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,9 +17,10 @@ from chatkv.cli.output import (
     output_options,
     plural,
     printable,
+    size,
     when,
 )
-from chatkv.cli.stores import complete_session, open_conversations
+from chatkv.cli.stores import complete_session, open_conversations, open_to_remove
 from chatkv.cli.table import Column
 from chatkv.errors import UsageError
 from chatkv_store.errors import StoreError
@@ -178,6 +180,44 @@ def rm(output: Output, session: tuple[str, ...], yes: bool) -> None:
         output.note(f"deleted {plural(len(found), 'session')}, {plural(num_turns, 'turn')}")
     else:
         output.record({"deleted": list(found), "turns": num_turns})
+
+
+@sessions.command()
+@SESSION
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@output_options
+def forget(output: Output, session: str, yes: bool) -> None:
+    """Delete a conversation with its KV, and overwrite what the files keep of both.
+
+    What other conversations share stays, and is said. Backups and what the disk itself keeps of
+    overwritten sectors are beyond this program.
+    """
+    from chatkv_store.forgetting import forget
+
+    with open_conversations() as store, ExitStack() as opened:
+        found = store.get_session(session)
+        if not yes:
+            _ask_before_deleting([found])
+        blocks = open_to_remove()
+        if blocks is not None:
+            opened.enter_context(blocks)
+        done = forget(store, blocks, found.id)
+    if not output.is_human:
+        output.record({"forgotten": found.id, **asdict(done)})
+        return
+    output.note(
+        f"forgot {plural(done.num_turns, 'turn')} and {size(done.num_bytes)} of KV, overwritten"
+    )
+    if done.num_shared_turns or done.num_shared_blocks:
+        output.note(
+            f"{plural(done.num_shared_turns, 'turn')} and {size(done.num_shared_bytes)} of KV "
+            "remain: other conversations share them"
+        )
+    if done.num_kept_bytes:
+        output.note(
+            f"{size(done.num_kept_bytes)} of the KV file are still being read by another process "
+            "and not overwritten yet: forget anything else later, or run `chatkv cache compact`"
+        )
 
 
 @sessions.command()

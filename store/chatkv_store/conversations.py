@@ -70,6 +70,10 @@ class Conversations:
         """What every write raises where this file can only be read, else None."""
         return self._database.refusal
 
+    def now_s(self) -> float:
+        """Epoch seconds by the clock that this file's times come from."""
+        return self._clock()
+
     def close(self) -> None:
         self._database.close()
 
@@ -231,6 +235,11 @@ class Conversations:
         """Every token id (u32) of the session, from its first turn to its head."""
         with self._database.read() as conn:
             return tree.token_log(conn, resolve.by_id(conn, session_id).head)
+
+    def token_logs(self, session_id: str) -> list[array[int]]:
+        """The session's log, and those of what it left behind by moving its head."""
+        with self._database.read() as conn:
+            return tree.token_logs(conn, resolve.by_id(conn, session_id))
 
     def get_turn(self, turn_id: str) -> Turn:
         """One turn by its id; StoreError where there is none."""

@@ -150,6 +150,24 @@ class Environment:
             "readers": info["num_readers"],
         }
 
+    def look_alone(self, work: Callable[[Any], T]) -> T:
+        """`work(txn)` while nobody can write, this process included; nothing is committed."""
+        with self._gate.shared(), _translated(self.path):
+            txn = self._begin(write=True)
+            try:
+                return work(txn)
+            finally:
+                txn.abort()
+
+    def sync(self) -> None:
+        """Have every commit on the disk, the last one included."""
+        with self._gate.shared(), _translated(self.path):
+            self._env.sync(True)
+
+    @property
+    def page_bytes(self) -> int:
+        return int(self._env.stat()["psize"])
+
     def readers(self) -> str:
         """LMDB's reader table as text."""
         with self._gate.shared():

@@ -130,12 +130,18 @@ def _dangling(store: BlockStore) -> list[tuple[bytes, bytes]]:
 
 def _is_right(store: BlockStore, entry: tuple[bytes, bytes]) -> bool:
     with store.env.read() as txn:
-        packed = txn.get(_child(entry), db=store.db["blocks"])
-        try:
-            header = None if packed is None else headers.unpack(bytes(packed))
-        except HeaderDamaged:
-            return True  # a finding of its own
-    return header is not None and (header.parent, child_entry(header)) == entry
+        return _is_entry_of(txn.get(_child(entry), db=store.db["blocks"]), entry)
+
+
+def _is_entry_of(packed: memoryview | None, entry: tuple[bytes, bytes]) -> bool:
+    """Whether `entry` is what the block of this header has with its parent."""
+    if packed is None:
+        return False
+    try:
+        header = headers.unpack(bytes(packed))
+    except HeaderDamaged:
+        return True  # a finding of its own
+    return (header.parent, child_entry(header)) == entry
 
 
 def _child(entry: tuple[bytes, bytes]) -> bytes:
@@ -153,6 +159,5 @@ def _mend_links(
             txn.put(header.parent, child_entry(header), db=store.db["children"])
     for parent, child in dangling:
         packed = txn.get(child[ID_BYTES:], db=store.db["blocks"])
-        header = None if packed is None else headers.unpack(bytes(packed))
-        if header is None or (header.parent, child_entry(header)) != (parent, child):
+        if not _is_entry_of(packed, (parent, child)):
             txn.delete(parent, child, db=store.db["children"])

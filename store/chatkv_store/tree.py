@@ -36,6 +36,16 @@ def token_log(conn: sqlite3.Connection, head: str | None) -> array[int]:
     return blob_to_ids(b"".join(blob for row in rows for blob in row))
 
 
+def token_logs(conn: sqlite3.Connection, session: Session) -> list[array[int]]:
+    """The log up to the head, and up to every turn that the session owns and nothing follows."""
+    rows = conn.execute(
+        "SELECT id FROM turns mine WHERE session_id = ? AND id IS NOT ? "
+        "AND NOT EXISTS (SELECT 1 FROM turns WHERE parent_id = mine.id)",
+        (session.id, session.head),
+    )
+    return [token_log(conn, end) for end in [session.head, *(row[0] for row in rows.fetchall())]]
+
+
 def turn_to_fork_at(conn: sqlite3.Connection, session: Session, at_turn: int | None) -> str | None:
     """The id of the turn that a fork of `session` ends with, None for a fork without turns."""
     if at_turn == 0:
