@@ -30,6 +30,11 @@ class Folders:
         return self.cache / "kv"
 
     @property
+    def costs(self) -> Path:
+        """What loading and prefill cost on this machine, per model."""
+        return self.cache / "costs.json"
+
+    @property
     def models(self) -> Path:
         """Prepared models: one folder per weights digest."""
         return self.cache / "models"

@@ -43,6 +43,7 @@ def _no_real_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             if name.startswith("CHATKV_") and not name.startswith("CHATKV_TEST_"):
                 patch.delenv(name)
         patch.setenv("CHATKV_HOME", str(tmp_path_factory.mktemp("forgotten-home")))
+        patch.setenv("CHATKV_CALIBRATE", "0")  # decisions must not depend on the clock
         yield
 
 

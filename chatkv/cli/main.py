@@ -25,6 +25,8 @@ COMMANDS = {
     "ask": ("chatkv.cli.ask:ask", "Ask one question and print the answer."),
     "sessions": ("chatkv.cli.sessions:sessions", "List, search, read, delete and fork."),
     "codec": ("chatkv.cli.codec:codec", "Measure what KV codecs save and what they cost."),
+    "why": ("chatkv.cli.why:why", "Explain where a turn's KV came from and what it took."),
+    "calibrate": ("chatkv.cli.calibrate:calibrate", "Measure what loading and computing cost."),
     "cache": ("chatkv.cli.cache:cache", "Look into the KV cache and check it."),
 }
 

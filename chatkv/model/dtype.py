@@ -14,6 +14,7 @@ from chatkv.paths import write_note
 
 # The shape of a small model's MLP; large enough not to stay in a core's own cache.
 _OUT, _IN, _MATRICES = 3072, 1024, 8
+_WORTH = 1.25
 
 
 def choose_dtype(cache: Path) -> Dtype:
@@ -25,8 +26,9 @@ def choose_dtype(cache: Path) -> Dtype:
     path = cache / "dtype.json"
     known = _read(path)
     if known.get(key) not in ("bfloat16", "float32"):
-        faster = _decode_s(torch.bfloat16) <= _decode_s(torch.float32)
-        known[key] = "bfloat16" if faster else "float32"
+        # KV in bfloat16 takes half the room, so float32 has to be clearly faster.
+        is_slow = _decode_s(torch.bfloat16) > _WORTH * _decode_s(torch.float32)
+        known[key] = "float32" if is_slow else "bfloat16"
         write_note(path, json.dumps(known, indent=1))
     return "bfloat16" if known[key] == "bfloat16" else "float32"
 
@@ -39,7 +41,7 @@ def _decode_s(dtype: torch.dtype) -> float:
     ]
     x = torch.randn(1, _IN, generator=generator).to(dtype)
     best = float("inf")
-    for _ in range(5):
+    for _ in range(12):
         began = time.perf_counter()
         for linear in linears:
             linear(x)

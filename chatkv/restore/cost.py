@@ -14,8 +14,10 @@ import json
 import math
 import os
 import platform
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from chatkv.paths import write_note
 
@@ -36,6 +38,9 @@ class CostModel:
     prefill_s_per_token_pair: float = 50e-9
     load_cpu_s_per_token: float = 20e-6
     num_observations: int = 0
+    # Running means of |actual / predicted - 1|, None before the first turn.
+    load_error: float | None = None
+    prefill_error: float | None = None
 
     def load_s(self, num_tokens: int) -> float:
         """Seconds to load the KV of num_tokens tokens into the pool."""
@@ -80,6 +85,7 @@ class CostModel:
             load_s_per_token=self.load_s_per_token * scale,
             load_cpu_s_per_token=self.load_cpu_s_per_token * cpu,
             num_observations=self.num_observations + 1,
+            load_error=_error(self.load_error, seconds, self.load_s(num_tokens)),
         )
 
     def after_prefill(self, start: int, stop: int, seconds: float) -> CostModel:
@@ -90,7 +96,14 @@ class CostModel:
             prefill_s_per_token=self.prefill_s_per_token * scale,
             prefill_s_per_token_pair=self.prefill_s_per_token_pair * scale,
             num_observations=self.num_observations + 1,
+            prefill_error=_error(self.prefill_error, seconds, self.prefill_s(start, stop)),
         )
+
+
+def _error(before: float | None, actual: float, predicted: float) -> float:
+    """The running mean of the relative error with one more observation."""
+    error = min(abs(actual / max(predicted, 1e-9) - 1), _LIMIT)
+    return error if before is None else before + _WEIGHT * (error - before)
 
 
 def _damped(actual: float, predicted: float) -> float:
@@ -110,19 +123,31 @@ class CostFile:
     path: Path
 
     def load(self, key: str) -> CostModel:
-        fields = self._entries().get(key)
+        return self.entries().get(key, ("", CostModel()))[1]
+
+    def save(self, key: str, label: str, model: CostModel) -> None:
+        """Remember `model` under `key`; `label` is for people. A full disk is no error."""
+        entries = self._read() | {key: {"label": label, **asdict(model)}}
+        scratch = self.path.with_suffix(f".{os.getpid()}.tmp")
         try:
-            known = CostModel(**fields) if isinstance(fields, dict) else CostModel()
-            is_sound = all(math.isfinite(rate) and rate >= 0 for rate in asdict(known).values())
-        except TypeError:  # written by another version, or by hand
-            return CostModel()
-        return known if is_sound else CostModel()
+            scratch.write_text(json.dumps(entries, indent=1))
+            os.replace(scratch, self.path)
+        except OSError:
+            with suppress(OSError):
+                scratch.unlink(missing_ok=True)
 
-    def save(self, key: str, model: CostModel) -> None:
-        entries = {**self._entries(), key: asdict(model)}
-        write_note(self.path, json.dumps(entries, indent=1))
+    def entries(self) -> dict[str, tuple[str, CostModel]]:
+        """Key → label and rates, of what this version can read."""
+        found = {}
+        for key, fields in self._read().items():
+            try:
+                label = str(fields.pop("label"))
+                found[key] = label, CostModel(**fields)
+            except (TypeError, KeyError, AttributeError):  # another version's
+                continue
+        return found
 
-    def _entries(self) -> dict[str, object]:
+    def _read(self) -> dict[str, Any]:
         try:
             entries = json.loads(self.path.read_text())
         except (OSError, ValueError):

@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from chatkv.engine.engine import Engine, TokenSequence
 from chatkv.engine.pool import BLOCK_TOKENS
 from chatkv.errors import PersistenceError
 from chatkv.model.rope import inverse_frequencies
 from chatkv.restore.both_ends import BothEnds
+from chatkv.restore.calibration import Calibration, Progress, calibrate
 from chatkv.restore.cost import CostFile
 from chatkv.restore.plan import Plan, Situation, Wanted, choose
 from chatkv.restore.saver import DiskTier, Saver, pool_bits
@@ -66,14 +68,22 @@ class Restorer:
     """Restores and saves the sequences of one engine. `disk` None: nothing outlives the process."""
 
     def __init__(
-        self, engine: Engine, layout: KVLayout, disk: DiskTier | None, costs: CostFile, key: str
+        self,
+        engine: Engine,
+        layout: KVLayout,
+        disk: DiskTier | None,
+        costs: CostFile,
+        key: str,
+        label: str = "",
     ) -> None:
         assert layout.block_tokens == BLOCK_TOKENS
         self.engine, self.layout, self.disk = engine, layout, disk
-        self._costs, self._cost_key = costs, key
+        self._costs, self._cost_key, self._label = costs, key, label
         self.cost = costs.load(key)
-        frequencies = inverse_frequencies(engine.decoder.config)[0].numpy()
-        self._saver = Saver(engine.pool, layout, disk, frequencies) if disk is not None else None
+        self._frequencies = inverse_frequencies(engine.decoder.config)[0].numpy()
+        self._saver = (
+            Saver(engine.pool, layout, disk, self._frequencies) if disk is not None else None
+        )
 
     def plan(
         self,
@@ -132,6 +142,18 @@ class Restorer:
         if self._saver is not None:
             self._saver.save(sequence, tail)
 
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the cost model was ever measured on this machine."""
+        return self.cost.num_observations > 0
+
+    def calibrate(self, scratch: Path, on_progress: Progress | None = None) -> Calibration:
+        """Measure the cost model anew, in about two seconds, and remember it."""
+        found = calibrate(self.engine, self.layout, self._frequencies, scratch, on_progress)
+        self.cost = found.cost
+        self._costs.save(self._cost_key, self._label, self.cost)
+        return found
+
     def learn(self, restored: Restored, num_computed: int, prefill_s: float) -> None:
         """Correct the cost model by what a turn took. A restore from both ends says nothing about
         either rate alone."""
@@ -144,7 +166,7 @@ class Restorer:
         if num_computed:
             start = restored.reused + restored.loaded
             self.cost = self.cost.after_prefill(start, start + num_computed, prefill_s)
-        self._costs.save(self._cost_key, self.cost)
+        self._costs.save(self._cost_key, self._label, self.cost)
 
     # --- inside ---------------------------------------------------------------------------------
 

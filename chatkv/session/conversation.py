@@ -22,7 +22,7 @@ from chatkv.restore.restorer import Planned, Restorer
 from chatkv.session.journal import Journal
 from chatkv.session.record import TurnRecord
 from chatkv.session.reply import Checkpointer, Reply
-from chatkv.session.turn import Listener, TurnOptions, TurnResult, measures_to_json
+from chatkv.session.turn import Listener, TurnOptions, TurnResult
 
 if TYPE_CHECKING:
     from chatkv_store.conversations import Conversations, Session, Turn
@@ -219,9 +219,7 @@ class Conversation:
             rng_draws_after=sampler.draws,
             state="interrupted" if record.finish == "interrupted" else "done",
             finish_reason=record.finish,
-            stats=measures_to_json(
-                record.tokens(len(reply.ids)), record.plan, record.plan_actual_ms, record.timing()
-            ),
+            stats=record.to_json(len(reply.ids)),
         )
         log = self.log
         self.sequence.become(log, self.sequence.common_prefix(log))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from chatkv.restore.plan import Plan
-from chatkv.session.turn import FinishReason, Timing, TokenCounts
+from chatkv.session.turn import FinishReason, Timing, TokenCounts, measures_to_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,6 +81,14 @@ class TurnRecord:
             ttft_ms=self._since_began_ms(times[0] if times else self._prefilled_at),
             decode_tokens_per_s=rate,
         )
+
+    def to_json(self, num_generated: int) -> dict[str, Any]:
+        """What is kept with the turn, for `chatkv why`."""
+        measures = measures_to_json(
+            self.tokens(num_generated), self.plan, self.plan_actual_ms, self.timing()
+        )
+        notices = self.restored.all_notices if self.restored else ()
+        return measures | {"notices": list(notices)}
 
     def _since_began_ms(self, moment: float | None) -> float:
         return 0.0 if moment is None else (moment - self._began) * 1e3

@@ -47,7 +47,7 @@ def test_five_turns_in_five_processes_equal_one_process(
     temperature: float, fresh_home: Callable[[str], None], smollm2_gguf: Path
 ) -> None:
     options = {"model": str(smollm2_gguf), "temperature": temperature, "max_tokens": 24}
-    options |= {"restore": "reload"}
+    options |= {"restore": "reload", "dtype": "bfloat16"}
     fresh_home("together")
     together = run_turns_in_process(TEXTS, **options)
     fresh_home("apart")
@@ -113,7 +113,7 @@ def test_every_side_of_a_block_border_tiny(
 def test_every_side_of_a_block_border_smollm2(
     length: int, fresh_home: Callable[[str], None], smollm2_gguf: Path
 ) -> None:
-    resume_at(length, str(smollm2_gguf), fresh_home, temperature=0.8)
+    resume_at(length, str(smollm2_gguf), fresh_home, temperature=0.8, dtype="bfloat16")
 
 
 def test_a_new_session_shares_the_system_prompt_of_another(

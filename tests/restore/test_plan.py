@@ -116,9 +116,10 @@ def test_the_file_keeps_models_apart_and_survives_nonsense(tmp_path) -> None:  #
     file = CostFile(tmp_path / "costs.json")
     assert file.load("a") == CostModel()
     learnt = CostModel().after_load(100, 1.0)
-    file.save("a", learnt)
-    file.save("b", CostModel(load_fixed_s=1.0))
+    file.save("a", "model a", learnt)
+    file.save("b", "model b", CostModel(load_fixed_s=1.0))
     assert file.load("a") == learnt
+    assert file.entries()["a"] == ("model a", learnt)
     fields = ('{"other_version": 1}', '{"load_fixed_s": null}', '{"load_s_per_token": NaN}', "3")
     for nonsense in ("", "[]", *(f'{{"a": {one}}}' for one in fields)):
         file.path.write_text(nonsense)

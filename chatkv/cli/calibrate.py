@@ -1,0 +1,136 @@
+"""`chatkv calibrate`: what loading and computing cost on this machine, measured or remembered."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from chatkv.cli.answer import Status
+from chatkv.cli.output import Output, output_options
+from chatkv.cli.table import Column
+from chatkv.paths import folders
+
+if TYPE_CHECKING:
+    from chatkv.restore.calibration import Calibration
+    from chatkv.restore.cost import CostModel
+
+
+@click.command()
+@click.option("-m", "--model", metavar="MODEL", help="Another model than the embedded one.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+    default="auto",
+    show_default=True,
+)
+@click.option("--show", is_flag=True, help="Show what is known, measure nothing.")
+@output_options
+def calibrate(
+    output: Output,
+    model: str | None,
+    dtype: Literal["auto", "bfloat16", "float16", "float32"],
+    show: bool,
+) -> None:
+    """Measure what reloading and recomputing cost here.
+
+    Done by itself when a model is first used, and corrected by every turn; this repeats it.
+    """
+    if show:
+        _show(output)
+        return
+    status = Status()
+    status.show("starting")
+    try:
+        label, found = _measure(model, dtype, status)
+    finally:
+        status.clear()
+    if not output.is_human:
+        output.record({"model": label, **_values(found.cost), "measured": _measured(found)})
+        return
+    output.line(label, bold=True)
+    output.table(_measured(found), _columns())
+
+
+def _measure(
+    model: str | None, dtype: Literal["auto", "bfloat16", "float16", "float32"], status: Status
+) -> tuple[str, Calibration]:
+    from chatkv.runtime import Runtime
+    from chatkv_store.conversations import Conversations
+
+    where = folders().make()
+    with (
+        Conversations(where.conversations) as conversations,
+        Runtime(where, conversations, model, dtype, status.progress) as runtime,
+    ):
+        found = runtime.calibrate(status.progress)
+        return f"{runtime.prepared.name}, {runtime.prepared.dtype}", found
+
+
+def _show(output: Output) -> None:
+    from chatkv.restore.cost import CostFile
+
+    entries = CostFile(folders().costs).entries()
+    rows = [{"model": label, **_values(cost)} for label, cost in entries.values()]
+    output.rows(
+        rows,
+        [
+            Column("MODEL", lambda row: row["model"], colour="cyan"),
+            Column("LOAD", lambda row: _rate(row["load_s_per_token"]), is_number=True),
+            Column("ERROR", lambda row: _error(row["load_error"]), is_number=True),
+            Column("PREFILL", lambda row: _rate(row["prefill_s_per_token"]), is_number=True),
+            Column("AT 4K", lambda row: f"{row['prefill_4k_s']:.2f} s", is_number=True),
+            Column("ERROR", lambda row: _error(row["prefill_error"]), is_number=True),
+            Column("SEEN", lambda row: str(row["num_observations"]), is_number=True),
+        ],
+        empty="nothing is measured yet: `chatkv calibrate`, or just chat",
+    )
+
+
+def _values(cost: CostModel) -> dict[str, Any]:
+    return asdict(cost) | {"prefill_4k_s": cost.prefill_s(0, 4096), "load_4k_s": cost.load_s(4096)}
+
+
+def _measured(found: Calibration) -> list[dict[str, Any]]:
+    """Each measurement beside what the fitted model says."""
+    cost = found.cost
+    rows = [
+        {"what": "prefill", "tokens": s.num_tokens, "seconds": s.seconds}
+        | {"fitted_s": cost.prefill_s(0, s.num_tokens)}
+        for s in found.prefill
+    ]
+    rows += [
+        {"what": "load, warm", "tokens": s.num_tokens, "seconds": s.seconds}
+        | {"fitted_s": cost.load_s(s.num_tokens)}
+        for s in found.warm
+    ]
+    if found.cold is not None:
+        cold = found.cold
+        rows.append(
+            {"what": "load, cold", "tokens": cold.num_tokens, "seconds": cold.seconds}
+            | {"fitted_s": None}
+        )
+    return rows
+
+
+def _columns() -> list[Column]:
+    return [
+        Column("WHAT", lambda row: row["what"], colour="cyan"),
+        Column("TOKENS", lambda row: f"{row['tokens']:,}", is_number=True),
+        Column("TOOK", lambda row: f"{1e3 * row['seconds']:.1f} ms", is_number=True),
+        Column("MODEL SAYS", lambda row: _ms(row["fitted_s"]), is_number=True),
+        Column("RATE", lambda row: f"{row['tokens'] / row['seconds']:,.0f}/s", is_number=True),
+    ]
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.1f} ms"
+
+
+def _rate(seconds_per_token: float) -> str:
+    return f"{1 / seconds_per_token:,.0f}/s"
+
+
+def _error(error: float | None) -> str:
+    return "" if error is None else f"±{100 * error:.0f}%"

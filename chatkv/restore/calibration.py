@@ -1,0 +1,191 @@
+"""Measuring what a cost model needs, on this machine, with this model: a few seconds, once.
+
+Prefill is timed at a few lengths and the formula of `cost` fitted to them; loading is timed on
+blocks of the KV that this computed, written to a store of its own that is deleted afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from chatkv.engine.engine import Engine, TokenSequence
+from chatkv.restore.cost import CostModel
+from chatkv.restore.saver import DiskTier, Saver, pool_bits
+from chatkv_store.blocks import BlockStore, StoredBlock
+from chatkv_store.environment import DATA_FILE
+from chatkv_store.layout import KVLayout
+from chatkv_store.loader import default_threads, load_blocks
+from chatkv_store.writer import BlockWriter
+
+LENGTHS = (32, 256, 1024, 2048, 4096)
+_NAMESPACE = b"calibration".ljust(32, b"\0")
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement: prefill of num_tokens from nothing, or loading them."""
+
+    num_tokens: int
+    seconds: float
+    cpu_s: float = 0.0  # of every core
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The fitted model and what it was fitted to."""
+
+    cost: CostModel
+    prefill: tuple[Sample, ...]
+    warm: tuple[Sample, ...]
+    cold: Sample | None  # None where the page cache cannot be dropped
+
+
+def calibrate(
+    engine: Engine,
+    layout: KVLayout,
+    frequencies: np.ndarray[tuple[int], np.dtype[np.float32]],
+    scratch: Path,
+    on_progress: Progress | None = None,
+    budget_s: float = 2.0,
+) -> Calibration:
+    """Measure for about budget_s seconds; `scratch` is a folder to write to and delete."""
+
+    def progress(done: int) -> None:
+        if on_progress is not None:
+            on_progress("measuring this machine", done, 10)
+
+    progress(0)
+    sequence = TokenSequence()
+    try:
+        prefill = _time_prefill(engine, sequence, budget_s, progress)
+        progress(7)
+        warm, cold = _time_loads(engine, layout, frequencies, sequence, scratch)
+    finally:
+        engine.pool.release(sequence.run)
+        shutil.rmtree(scratch, ignore_errors=True)
+    progress(10)
+    cost = fit_loads(fit_prefill(CostModel(), prefill), warm)
+    return Calibration(replace(cost, num_observations=1), tuple(prefill), tuple(warm), cold)
+
+
+def fit_prefill(cost: CostModel, samples: Sequence[Sample]) -> CostModel:
+    """c, alpha and beta by least squares of the relative errors, none below zero."""
+    lengths = np.array([sample.num_tokens for sample in samples], dtype=np.float64)
+    seconds = np.array([sample.seconds for sample in samples])
+    terms = np.stack([np.ones_like(lengths), lengths, lengths**2 / 2], axis=1) / seconds[:, None]
+    used = [0, 1, 2][: max(1, len(samples))]
+    while True:
+        found = np.linalg.lstsq(terms[:, used], np.ones(len(samples)), rcond=None)[0]
+        if found.min() >= 0 or len(used) == 1:
+            break
+        used.pop(int(found.argmin()))
+    fixed, linear, pairs = (
+        float(max(0.0, found[used.index(term)])) if term in used else 0.0 for term in range(3)
+    )
+    return replace(
+        cost,
+        prefill_fixed_s=fixed,
+        prefill_s_per_token=max(linear, 1e-9),
+        prefill_s_per_token_pair=pairs,
+    )
+
+
+def fit_loads(cost: CostModel, samples: Sequence[Sample]) -> CostModel:
+    """a and the seconds per token through the shortest and the longest load."""
+    if not samples:
+        return cost
+    short, long = samples[0], samples[-1]
+    if long.num_tokens == short.num_tokens:
+        per_token, fixed = long.seconds / long.num_tokens, 0.0
+    else:
+        per_token = (long.seconds - short.seconds) / (long.num_tokens - short.num_tokens)
+        per_token = max(per_token, long.seconds / long.num_tokens / 4)  # a stray short one
+        fixed = max(0.0, short.seconds - short.num_tokens * per_token)
+    return replace(
+        cost,
+        load_fixed_s=fixed,
+        load_s_per_token=per_token,
+        load_cpu_s_per_token=max(long.cpu_s / long.num_tokens, 1e-9),
+    )
+
+
+def _time_prefill(
+    engine: Engine, sequence: TokenSequence, budget_s: float, progress: Callable[[int], None]
+) -> list[Sample]:
+    """Prefill of ever longer sequences until the budget is used up; `sequence` is the longest."""
+    vocab_size = engine.decoder.config.vocab_size
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocab_size, (max(LENGTHS),), generator=generator).tolist()
+    samples: list[Sample] = []
+    spent = 0.0
+    for done, length in enumerate(n for n in LENGTHS if n <= engine.max_tokens):
+        for _ in range(3 if length <= 256 else 1):  # the first ones also warm the kernels up
+            sequence.become(ids[:length], num_cached=0)
+            began = time.perf_counter()
+            engine.prefill(sequence)
+            seconds = time.perf_counter() - began
+            spent += seconds
+        samples.append(Sample(length, seconds))
+        progress(1 + done)
+        if spent + 3 * seconds > budget_s:  # the next length takes about that
+            break
+    return samples
+
+
+def _time_loads(
+    engine: Engine,
+    layout: KVLayout,
+    frequencies: np.ndarray[tuple[int], np.dtype[np.float32]],
+    sequence: TokenSequence,
+    scratch: Path,
+) -> tuple[list[Sample], Sample | None]:
+    """Loads of a quarter and of all of the sequence's blocks, warm; and of all, cold."""
+    shutil.rmtree(scratch, ignore_errors=True)
+    with BlockStore(scratch) as store:
+        with BlockWriter(store) as writer:
+            Saver(engine.pool, layout, DiskTier(store, writer, _NAMESPACE), frequencies).save(
+                sequence, tail=True
+            )
+        blocks = store.match(_NAMESPACE, sequence.ids, layout).blocks
+
+        def load(blocks: Sequence[StoredBlock]) -> Sample:
+            began, cpu_began = time.perf_counter(), time.process_time()
+            done = load_blocks(
+                store, blocks, layout, pool_bits(engine.pool, sequence), default_threads()
+            )
+            seconds = time.perf_counter() - began
+            cpu_s = (time.process_time() - cpu_began) / len(os.sched_getaffinity(0))
+            return Sample(done.num_tokens_ok, seconds, cpu_s)
+
+        if not blocks:  # the disk refused them: nothing will be loaded either
+            return [], None
+        warm = [
+            min((load(blocks[:count]) for _ in range(3)), key=lambda sample: sample.seconds)
+            for count in (max(1, len(blocks) // 4), len(blocks))
+        ]
+        cold = load(blocks) if _forget(scratch / DATA_FILE) else None
+    return warm, cold
+
+
+def _forget(path: Path) -> bool:
+    """Drop a file from the page cache; False where the system has no way to."""
+    with suppress(OSError, AttributeError):
+        file = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(file)
+        return True
+    return False

@@ -1,0 +1,55 @@
+"""The fit of the cost model: it finds the rates that made the samples, and never negative ones."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chatkv.restore.calibration import Sample, fit_loads, fit_prefill
+from chatkv.restore.cost import CostModel
+
+LENGTHS = (32, 256, 1024, 4096)
+
+
+@given(
+    fixed=st.floats(0, 0.05),
+    linear=st.floats(1e-5, 1e-2),
+    pairs=st.floats(0, 1e-6),
+    noise=st.lists(st.floats(0.97, 1.03), min_size=4, max_size=4),
+)
+def test_prefill_is_predicted_as_it_was_measured(
+    fixed: float, linear: float, pairs: float, noise: list[float]
+) -> None:
+    true = CostModel(
+        prefill_fixed_s=fixed, prefill_s_per_token=linear, prefill_s_per_token_pair=pairs
+    )
+    samples = [
+        Sample(n, true.prefill_s(0, n) * factor) for n, factor in zip(LENGTHS, noise, strict=True)
+    ]
+    fitted = fit_prefill(CostModel(), samples)
+    assert fitted.prefill_fixed_s >= 0 and fitted.prefill_s_per_token_pair >= 0
+    for length in LENGTHS:
+        assert fitted.prefill_s(0, length) == pytest.approx(true.prefill_s(0, length), rel=0.1)
+
+
+@given(st.lists(st.floats(1e-4, 10), min_size=1, max_size=4))
+def test_any_samples_give_a_usable_model(seconds: list[float]) -> None:
+    samples = [Sample(n, s) for n, s in zip(LENGTHS, seconds, strict=False)]
+    fitted = fit_prefill(CostModel(), samples)
+    assert fitted.prefill_s(0, 100) > 0
+    assert fitted.prefill_s(0, 2000) >= fitted.prefill_s(0, 1000)
+
+
+@given(fixed=st.floats(0, 0.05), rate=st.floats(1e-6, 1e-3), count=st.integers(8, 5000))
+def test_loads_are_a_line(fixed: float, rate: float, count: int) -> None:
+    samples = [Sample(n, fixed + n * rate, n * rate) for n in (max(1, count // 4), count)]
+    fitted = fit_loads(CostModel(), samples)
+    # A fixed cost that dwarfs the rest is believed to three quarters only: it may be a stray one.
+    dwarfed = fixed > 2 * count * rate
+    assert fitted.load_s(count) == pytest.approx(fixed + count * rate, rel=0.3 if dwarfed else 1e-6)
+    assert fitted.load_fixed_s >= 0
+
+
+def test_without_samples_the_guess_stays() -> None:
+    assert fit_loads(CostModel(), []) == CostModel()
