@@ -107,7 +107,8 @@ class Quantised:
         if not floats.size:
             return []
         with np.errstate(all="ignore"):
-            keys = _rotate(floats[:, 0], start, frequencies, backwards=True)
+            turn = _turn(start, floats.shape[3], frequencies)
+            keys = _rotated(floats[:, 0], turn, backwards=True)
             key_scales, key_codes = self._grid.keys(keys)
             value_scales, value_codes = self._grid.values(floats[:, 1])
         for numbers in (floats, key_scales, value_scales):
@@ -131,20 +132,24 @@ class Quantised:
         frequencies = next(sections).view("<f4")
         whole = next(sections).view(block.dtype)
         whole = whole.reshape(layers, 2, heads, head.num_whole, head_dim)
-        shape = (layers, heads, tokens - head.num_whole, head_dim)
-        floats = np.zeros((layers, 2, heads, *shape[2:]), np.float32)
-        if shape[2]:
-            key_scales = next(sections).view("<f2").reshape(layers, heads, -1, head_dim)
-            keys = self._grid.read_keys(key_scales, next(sections), shape)
-            value_scales = next(sections).view("<f2").reshape(*shape[:3], -1)
-            values = self._grid.read_values(value_scales, next(sections), shape)
-            for part in (frequencies, key_scales, value_scales):
-                if not np.isfinite(part).all():
-                    raise PayloadDamaged(index, "a scale or a frequency is no number")
-            start = head.start + head.num_whole
-            floats[:, 0] = _rotate(keys, start, frequencies if len(frequencies) else None)
-            floats[:, 1] = values
-        return whole, _to_bits(floats, head.dtype)
+        shape = (1, heads, tokens - head.num_whole, head_dim)
+        rest = np.empty((layers, 2, *shape[1:]), block.dtype)
+        if not shape[2]:
+            return whole, rest
+        key_scales = next(sections).view("<f2").reshape(layers, 1, heads, -1, head_dim)
+        keys = next(sections).reshape(layers, -1)
+        value_scales = next(sections).view("<f2").reshape(layers, *shape[:3], -1)
+        values = next(sections).reshape(layers, -1)
+        for part in (frequencies, key_scales, value_scales):
+            if not np.isfinite(part).all():
+                raise PayloadDamaged(index, "a scale or a frequency is no number")
+        turn = _turn(head.start + head.num_whole, shape[2], frequencies)
+        for layer in range(layers):  # one at a time: what is in between stays in the cache
+            found = self._grid.read_keys(key_scales[layer], keys[layer], shape)
+            rest[layer, 0] = _to_bits(_rotated(found, turn), head.dtype)[0]
+            found = self._grid.read_values(value_scales[layer], values[layer], shape)
+            rest[layer, 1] = _to_bits(found, head.dtype)[0]
+        return whole, rest
 
     def _sections(self, payloads: Payloads, index: int, block: Bits) -> tuple[_Head, Any]:
         """The head, and each section in its turn; checked to fit the block."""
@@ -291,15 +296,23 @@ class _E4M3:
         return _scaled(np.take(_FROM_E4M3, codes.reshape(shape)), scales)
 
 
-def _rotate(
-    keys: Floats, start: int, frequencies: Floats | None, backwards: bool = False
-) -> Floats:
-    """`keys` [layers, heads, tokens, head_dim] turned by the angles of positions from `start`."""
-    if frequencies is None:
-        return keys
-    positions = np.arange(start, start + keys.shape[2]).astype(np.float32)
+_Turn = tuple[Floats, Floats] | None  # cos and sin, [tokens, head_dim / 2]
+
+
+def _turn(start: int, num_tokens: int, frequencies: Floats | None) -> _Turn:
+    """The rotations of the positions from `start`; None where there are none."""
+    if frequencies is None or not len(frequencies):
+        return None
+    positions = np.arange(start, start + num_tokens).astype(np.float32)
     angles = positions[:, None] * frequencies.astype(np.float32)
-    cos, sin = np.cos(angles), np.sin(angles) * np.float32(-1 if backwards else 1)
+    return np.cos(angles), np.sin(angles)
+
+
+def _rotated(keys: Floats, turn: _Turn, backwards: bool = False) -> Floats:
+    """`keys` [layers, heads, tokens, head_dim], turned."""
+    if turn is None:
+        return keys
+    cos, sin = turn[0], -turn[1] if backwards else turn[1]
     half = keys.shape[3] // 2
     first, second = keys[..., :half], keys[..., half:]
     turned = np.empty_like(keys)
@@ -346,14 +359,18 @@ def _to_floats(bits: Bits, dtype: DType) -> Floats:
 
 
 def _to_bits(floats: Floats, dtype: DType) -> Bits:
-    """Rounded to nearest, ties to even; what is too large becomes the largest number."""
+    """Rounded to nearest, ties to even; what is too large becomes the largest number. Uses up
+    `floats`, which are contiguous."""
     if dtype == "float32":
         return floats.view("<u4")
     if dtype == "float16":
         return np.clip(floats, -_HALF_MAX, _HALF_MAX).astype("<f2").view("<u2")
-    words = np.ascontiguousarray(floats).view("<u4")
-    rounded: Bits = ((words + 0x7FFF + ((words >> 16) & 1)) >> 16).astype("<u2")
-    return rounded
+    words = floats.view("<u4")  # carried out in place: a fresh array costs more than the sum
+    carry = words >> 16
+    carry &= 1
+    carry += 0x7FFF
+    words += carry
+    return words.view("<u2")[..., 1::2]
 
 
 def _to_e4m3(numbers: Floats) -> Bytes:
