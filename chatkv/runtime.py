@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -125,24 +125,19 @@ class Runtime:
         return kv_namespace(weights, config, self.layout, family)
 
     def new_session(self, title: str = "", seed: int | None = None) -> Session:
-        """An empty session for this model; its seed is drawn now and kept."""
+        """An empty session for this model, written with its first turn: a chat in which nothing is
+        said leaves none. Its seed is drawn now and kept."""
         settings: dict[str, Any] = {
-            "model": self._portable_spec(),
+            **self._resumed_with(),
             "tokenizer": self._tokenizer_digest(),
             "seed": int.from_bytes(os.urandom(7), "big") if seed is None else seed,
-            "kv_codec": self.kv_codec,
-            "dtype": self.prepared.dtype,
         }
-        of_model: dict[str, Any] = {
-            "title": title,
-            "model": self.prepared.name,
-            "namespace": self.namespace.hex(),
-            "settings": settings,
-        }
-        try:
-            return self.conversations.create_session(**of_model)
-        except StoreError:  # the conversation's journal says so, and writes it when it can
-            return self.conversations.unsaved_session(**of_model)
+        return self.conversations.unsaved_session(
+            title=title,
+            model=self.prepared.name,
+            namespace=self.namespace.hex(),
+            settings=settings,
+        )
 
     def open(self, session: Session) -> Conversation:
         """The session, ready for its next turn; closed by the caller.
@@ -155,15 +150,6 @@ class Runtime:
                 f"session {session.id} was held with {session.model}, and {self.prepared.name} "
                 "reads its tokens differently: leave --model out, or start a new session"
             )
-        settings = {**session.settings, "kv_codec": self.kv_codec}
-        if session.namespace != self.namespace.hex() or session.settings != settings:
-            with suppress(StoreError):  # nobody needs it before the next turn that is saved
-                session = self.conversations.update_session(
-                    session.id,
-                    namespace=self.namespace.hex(),
-                    model=self.prepared.name,
-                    settings=settings,
-                )
         parts = ModelParts(
             self.prepared.name,
             self.engine,
@@ -172,7 +158,11 @@ class Runtime:
             self._template(session.created_at),
             self.load_model_ms,
         )
-        return Conversation(parts, self.conversations, session)
+        conversation = Conversation(parts, self.conversations, session)
+        conversation.journal.held_with(
+            self.prepared.name, self.namespace.hex(), {**session.settings, **self._resumed_with()}
+        )
+        return conversation
 
     def _open_disk(self) -> DiskTier | None:
         """The disk tier; where it cannot be used, the chat goes on without it and says so."""
@@ -223,6 +213,15 @@ class Runtime:
                 f"{budget} bytes are to be had: close other programs or take a smaller model"
             )
         return min(config.max_position, fits)
+
+    def _resumed_with(self) -> dict[str, Any]:
+        """What a session goes on with, unless its user says otherwise. The dtype is part of it:
+        KV and rounding are those of one dtype, and "auto" may choose another one day."""
+        return {
+            "model": self._portable_spec(),
+            "dtype": self.prepared.dtype,
+            "kv_codec": self.kv_codec,
+        }
 
     def _portable_spec(self) -> str | None:
         """The model as a later process, in another folder, will find it."""

@@ -87,7 +87,8 @@ def chat_options(command: Command) -> Command:
         click.option(
             "--dtype",
             type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
-            help="Compute in this dtype [default: what this machine runs faster].",
+            help="Compute in this dtype [default: the session's own, else what this "
+            "machine runs faster].",
         ),
         click.option(
             "--kv-codec",

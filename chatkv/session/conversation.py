@@ -49,13 +49,16 @@ class Conversation:
     def __init__(self, model: ModelParts, conversations: Conversations, session: Session) -> None:
         self.model = model
         self.journal = Journal(conversations, session)
-        self.session = self.journal.session
         self.sequence = TokenSequence()
 
     def close(self) -> None:
         """Give the blocks and the lease back."""
         self.model.engine.pool.release(self.sequence.run)
         self.journal.close()
+
+    @property
+    def session(self) -> Session:
+        return self.journal.session
 
     @property
     def turns(self) -> list[Turn]:
@@ -89,8 +92,7 @@ class Conversation:
         Cancelled turns return with finish_reason "interrupted" and what was said until then.
         """
         options, listener = options or TurnOptions(), listener or Listener()
-        # Undecodable bytes of a command line arrive as lone surrogates, which no tokenizer takes.
-        text = text.encode("utf-8", "replace").decode()
+        text, system = _encodable(text), None if system is None else _encodable(system)
         record = TurnRecord(self.model.load_model_ms)
         history = self.log
         prompt_ids = self._prompt_ids(text, system, history)
@@ -286,6 +288,12 @@ class Conversation:
             notices=notices,
             last_logits=record.last_logits,
         )
+
+
+def _encodable(text: str) -> str:
+    """`text` less lone surrogates, which no tokenizer takes: undecodable bytes of a command line
+    arrive as such."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _without_start(rendered: Rendered, start: str) -> Rendered:

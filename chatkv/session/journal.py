@@ -36,6 +36,7 @@ class Journal:
         self.notices: list[str] = []
         self._unsaved: list[Turn] = []
         self._is_failing = False
+        self._is_new = False  # in no file yet: a session is written with its first turn
         self._open = ExitStack()
         self._is_leased = False
         with suppress(SessionNotFound):
@@ -54,6 +55,17 @@ class Journal:
         finally:
             self._open.close()
 
+    def held_with(self, model: str, namespace: str, settings: dict[str, Any]) -> None:
+        """Note what the session goes on with, for whoever resumes it; `settings` are whole."""
+        before = self.session
+        if (before.model, before.namespace, before.settings) == (model, namespace, settings):
+            return
+        self.session = replace(before, model=model, namespace=namespace, settings=settings)
+        with suppress(StoreError):  # nobody needs it before the next turn that is saved
+            self.conversations.update_session(
+                before.id, model=model, namespace=namespace, settings=settings
+            )
+
     def begin(
         self,
         *,
@@ -66,6 +78,7 @@ class Journal:
         """Save what the user said, or hold it."""
         if self.save():
             try:
+                self._keep_new()
                 return self.conversations.begin_turn(
                     self.session.id,
                     user_text=user_text,
@@ -121,6 +134,7 @@ class Journal:
         except StoreError as error:
             self._failed(error)
             return False
+        self._is_new = self._is_new and not self._unsaved
         self._unsaved = []
         if self._is_failing:
             self._is_failing = False
@@ -142,15 +156,14 @@ class Journal:
             self._open.close()
             raise
         except SessionNotFound:  # made in memory
-            self._keep_new()
+            self._is_new = True
         except StoreError as error:
             self._failed(error)
 
     def _keep_new(self) -> None:
-        try:
+        if self._is_new:
             self.conversations.keep(self.session, [])
-        except StoreError as error:
-            self._failed(error)
+            self._is_new = False
 
     def _hold(self) -> None:
         """Take the lease, which waits for a file that can be written."""

@@ -144,8 +144,7 @@ def test_each_commit_of_two_turns_fails_in_its_turn(
     with opened(model) as chat:
         results = [say(chat, "one"), say(chat, "two")]
         said = [line for result in results for line in unsaved(result)]
-        # A session that could not be made is made a moment later, before anybody has noticed.
-        assert len(said) == (failing > 1)
+        assert len(said) == 1
     expected = [
         (text, result.text, "done") for text, result in zip(["one", "two"], results, strict=True)
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,9 @@ from chatkv.engine.options import SamplingOptions
 from chatkv.errors import ContextFull, PersistenceError, UsageError
 from chatkv.paths import folders
 from chatkv.session.turn import Listener, TurnOptions, TurnResult
+from chatkv_store.conversations import Conversations
 from chatkv_store.errors import StoreBusy
+from turns import run_turns
 
 GREEDY = SamplingOptions(temperature=0)
 
@@ -178,3 +181,60 @@ def test_the_next_turn_in_memory_reuses_everything(model: str) -> None:
         assert second.tokens.reused == length - 1
         assert second.tokens.loaded == 0
         assert second.plan.chosen == "none"
+
+
+def test_sampling_goes_on_behind_the_draws_of_the_turns_before(model: str) -> None:
+    """A turn that drew the same random numbers again would repeat itself."""
+    hot = SamplingOptions(1.0)
+    with opened(model) as chat:
+        session = say(chat, "hello", sampling=hot).session
+        say(chat, "hello", sampling=hot)
+    with opened(model, session) as chat:
+        say(chat, "hello", sampling=hot)
+        draws = [(t.rng_draws_before, t.rng_draws_after) for t in chat.conversation.turns]
+        assert {turn.seed for turn in chat.conversation.turns} == {1}
+    assert draws == [(0, 20), (20, 40), (40, 60)]
+
+
+def test_a_session_is_made_by_what_is_said_in_it(model: str) -> None:
+    """Opening a chat, or asking what does not fit, leaves nothing for `--continue` to find."""
+    with opened(model) as chat:
+        spoken = say(chat, "hello").session
+    with opened(model):
+        pass
+    with opened(model) as chat, pytest.raises(ContextFull):
+        say(chat, "word " * 2000)
+    with Conversations(folders().conversations) as conversations:
+        assert [session.id for session in conversations.list_sessions()] == [spoken]
+
+
+def test_a_session_goes_on_with_the_dtype_and_the_model_it_was_last_held_with(
+    home: Path, model: str, tmp_path: Path
+) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    shutil.copytree(model, before)
+    session = run_turns(["one"], model=str(before), dtype="float32")[0]["session"]
+    before.rename(after)
+    moved = run_turns(["two"], session=session, model=str(after), restore="reload")[0]
+    again = run_turns(["three"], session=session, restore="reload")[0]
+    for turn in moved, again:
+        assert turn["tokens"]["loaded"] > 0 and turn["notices"] == []
+    assert again["model"] == "after"
+
+
+def test_a_session_in_use_keeps_its_model(model: str, tiny_checkpoint: Checkpoint) -> None:
+    with opened(model) as chat:
+        session = say(chat, "hello").session
+        kept = chat.conversation.session.settings
+        with pytest.raises(StoreBusy), opened(str(tiny_checkpoint("llama3", seed=9)), session):
+            pass
+    with Conversations(folders().conversations) as conversations:
+        assert conversations.get_session(session).settings == kept
+
+
+def test_a_system_prompt_of_any_bytes(model: str) -> None:
+    with opened(model) as chat:
+        broken = os.fsdecode(b"caf\xe9")
+        result = chat.conversation.send("hello", TurnOptions(max_tokens=4), system=broken)
+        assert chat.conversation.turns[0].system_text == "caf?"
+        assert result.notices == ()
