@@ -58,6 +58,7 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point of the program; exits."""
     _open_missing_streams()
+    os.umask(0o077)  # whatever is written, also by libraries, is its owner's alone
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a Latin-1 terminal shows ? for the rest

@@ -50,6 +50,7 @@ class Conversation:
         self.model = model
         self.journal = Journal(conversations, session)
         self.sequence = TokenSequence()
+        self._said_kv_is_lost = False
 
     def close(self) -> None:
         """Give the blocks and the lease back."""
@@ -267,6 +268,11 @@ class Conversation:
     def _notices(self, record: TurnRecord, checkpoints: Checkpointer) -> tuple[str, ...]:
         lines = list(record.restored.all_notices) if record.restored is not None else []
         lines += self.journal.take_notices()
+        disk = self.model.restorer.disk
+        error = disk.writer.stats().error if disk is not None else None
+        if error is not None and not self._said_kv_is_lost:
+            self._said_kv_is_lost = True
+            lines.append(f"KV is not being stored, and is computed again when needed: {error}")
         if checkpoints.error is not None and not self.journal.num_unsaved:
             lines.append(f"the reply could not be saved while it was written: {checkpoints.error}")
         difference = self.difference_from_template()

@@ -212,6 +212,43 @@ def test_a_damaged_file_ends_no_chat_and_is_left_alone(model: str) -> None:
         pass
 
 
+def test_a_cache_without_room_costs_time_only(model: str, home: Path) -> None:
+    """The other disk: words are kept, KV is not, and that is said once."""
+    with small_disk(home / "cache", "2m") as disk:
+        with opened(model) as chat:
+            results = [say(chat, "one")]
+            disk.fill()
+            for text in ("two", "three", "four", "five"):
+                results.append(say(chat, text))
+                assert chat.runtime.restorer.disk is not None
+                chat.runtime.restorer.disk.writer.flush(20)
+            lost = [line for one in results for line in one.notices if "KV is not being" in line]
+            assert len(lost) == 1 and "\n" not in lost[0], lost
+        with opened(model, results[0].session) as chat:
+            assert [turn.reply_text for turn in chat.conversation.turns] == [
+                one.text for one in results
+            ]
+            six = say(chat, "six")
+        disk.empty()
+        disk.remount("size=8m")
+        with opened(model, results[0].session) as chat:
+            assert say(chat, "seven").text
+    assert [one[1] for one in stored(results[0].session)][:6] == [
+        one.text for one in [*results, six]
+    ]
+
+
+def test_a_cache_that_never_had_room(model: str, home: Path) -> None:
+    with small_disk(home / "cache", "1m") as disk:
+        disk.fill()
+        with opened(model) as chat:
+            result = say(chat, "one")
+            assert result.text and unsaved(result) == []
+            (notice,) = [line for line in chat.runtime.notices if "KV is not kept" in line]
+            assert "\n" not in notice
+    assert stored(result.session) == [("one", result.text, "done")]
+
+
 def test_sqlite_itself_says_full(model: str) -> None:
     """SQLITE_FULL from the engine, not from the file system."""
     with opened(model) as chat:
