@@ -6,7 +6,7 @@ mantissa are stored as they are. 11 bits per bfloat16 and the escapes: about 1.4
 
 A payload, little-endian, every section padded with zeros to a multiple of 8 bytes. S slabs are the
 layers * 2 * heads of the value in that order, D is head_dim, n = S * tokens * D elements in the
-order [layers, 2, heads, tokens, head_dim].
+order [layers, 2, heads, tokens, head_dim]; sizes are rounded up.
 
     head        u8 format version, u8 codec id, u8 bytes per element,
                 u8 dtype (0 bfloat16, 1 float16, 2 float32), u32 number of escapes
@@ -186,7 +186,11 @@ def _join(exponents: Bytes, payload: Bytes, sections: _Sections) -> Bits:
         upper = rest[: sections.num_elements].astype("<u2")
         words = (upper & 4) << 13 | (words & 31) << 10 | (upper & 3) << 8 | low
         return words
-    words = (low & 0x80) << 8 | words << 7 | low & 0x7F
+    words <<= 7  # in place, here and below: fresh arrays cost more than the work
+    words |= low & 0x7F
+    low &= 0x80
+    low <<= 8
+    words |= low
     if sections.dtype == "float32":
         words = words.astype("<u4") << 16 | sections.take(payload, "rest").view("<u2")
     return words
