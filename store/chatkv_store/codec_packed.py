@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -126,7 +127,7 @@ class _Sections:
     def num_elements(self) -> int:
         return int(np.prod(self.shape))
 
-    @property
+    @cached_property
     def places(self) -> dict[str, tuple[int, int]]:
         """Offset and bytes of each section."""
         n, slabs = self.num_elements, int(np.prod(self.shape[:3]))
