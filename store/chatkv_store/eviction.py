@@ -13,12 +13,13 @@ Last use is the session's own record, so no read of KV ever has to write.
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from chatkv_store.environment import PAGE_BYTES
 from chatkv_store.keys import chain_keys
+from chatkv_store.room import pages_of
 from chatkv_store.sharing import known_layouts
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Candidate:
 
     key: bytes
     num_bytes: int  # payload bytes
+    disk_bytes: int  # of the whole pages that its values fill
     worth: float  # expected seconds saved per byte
 
 
@@ -52,7 +54,7 @@ class Ranking:
 
 def rank(store: BlockStore, conversations: Conversations, now_s: float | None = None) -> Ranking:
     """Rank every stored block; reads logs and headers, never values."""
-    now_s = time.time() if now_s is None else now_s
+    now_s = conversations.now_s() if now_s is None else now_s
     layouts = known_layouts(store)
     seconds: defaultdict[bytes, float] = defaultdict(float)
     pinned: set[bytes] = set()
@@ -71,7 +73,8 @@ def rank(store: BlockStore, conversations: Conversations, now_s: float | None = 
         if worth is None:
             worth = UNUSED_ODDS * odds(now_s - header.created) * prefill_s(0, header.num_tokens)
         num_bytes = header.num_payload_bytes
-        candidates.append(Candidate(key, num_bytes, worth / max(1, num_bytes)))
+        disk_bytes = sum(pages_of(value.num_bytes) * PAGE_BYTES for value in header.values)
+        candidates.append(Candidate(key, num_bytes, disk_bytes, worth / max(1, num_bytes)))
     candidates.sort(key=lambda one: (one.worth, one.key))
     return Ranking(candidates, dict(seconds), frozenset(pinned))
 

@@ -49,12 +49,12 @@ def choose(
         goes = by_model_alone or is_old or (wanted.orphans and used_at is None)
         (chosen if goes else rest).append(one)
     if wanted.max_bytes is not None:
-        left = store.env.info()["used_bytes"] - sum(one.num_bytes for one in chosen)
+        left = store.env.info()["used_bytes"] - sum(one.disk_bytes for one in chosen)
         for one in rest:
             if left <= wanted.max_bytes:
                 break
             chosen.append(one)
-            left -= one.num_bytes
+            left -= one.disk_bytes
     return chosen
 
 

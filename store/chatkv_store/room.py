@@ -12,6 +12,7 @@ Three things take more than the payload itself:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -31,6 +32,9 @@ LOCK_BYTES = 64 << 10  # LMDB's reader table, counted with the data
 MAX_SPARE_BYTES = 2 << 20
 ATTEMPTS = 6  # each doubles what goes, where free pages lie scattered
 EVICTED_AT_ONCE = 8  # blocks per transaction: what it frees is listed in spare pages
+MARGIN = 1.25  # what goes is worth less than what comes by this factor: else blocks of about the
+# same worth would push each other out at every save of a history that does not fit
+SLOW_RANKING_S = 0.1  # a refusal that took longer is remembered for a while
 _PAGES_PER_BLOCK, _PAGES_PER_COMMIT = 8, 24  # leaves of the tables that are written anew
 
 
@@ -44,10 +48,11 @@ class Room:
         self._store = store
         self.budget = budget
         self._conversations = conversations
+        self._resting_until = 0.0  # on the monotonic clock
 
     def is_a_commit(self, batch: Sequence[Encoded]) -> bool:
         """Whether `batch` is as much as one transaction should take of a small store."""
-        return _bytes_needed(batch) >= (self.budget.max_bytes or 1 << 62) // 16
+        return _bytes_needed(batch) >= self.limit() // 16
 
     def write(self, batch: Sequence[Encoded], work: Callable[[object], T]) -> T:
         """Commit `work`, which stores `batch`; StoreFull where no room can be made for it."""
@@ -84,7 +89,7 @@ class Room:
     def _evict(self, num_bytes: int, batch: Sequence[Encoded], hard: int) -> None:
         """Free `num_bytes`, of blocks that are worth less than those of `batch`; StoreFull where
         that cannot be, with nothing gone."""
-        chosen = self._choose(num_bytes, batch)
+        chosen = self._choose(num_bytes, batch, hard)
         for first in range(0, len(chosen), EVICTED_AT_ONCE):
             some = [one.key for one in chosen[first : first + EVICTED_AT_ONCE]]
             self._store.remove(some, hard)
@@ -92,38 +97,48 @@ class Room:
         num_freed = sum(one.num_bytes for one in chosen)
         self._store.count(hard, evicted_blocks=len(chosen), evicted_bytes=num_freed)
 
-    def _choose(self, num_bytes: int, batch: Sequence[Encoded]) -> list[Candidate]:
+    def _choose(self, num_bytes: int, batch: Sequence[Encoded], hard: int) -> list[Candidate]:
         full = StoreFull(
             f"the KV cache in {self._store.path} is full, and nothing in it is worth less than "
             "what is new; raise the cap, unpin or prune"
         )
-        if self._conversations is None:
+        if self._conversations is None or time.monotonic() < self._resting_until:
             raise full
         from chatkv_store.eviction import rank
 
+        began = time.monotonic()
         ranking = rank(self._store, self._conversations)
         new_worth = min(
             ranking.seconds.get(one.key, float("inf")) / max(1, one.header.num_payload_bytes)
             for one in batch
         )
+        new_worth /= MARGIN
         chosen: list[Candidate] = []
         freed = 0
         # A little more than is missing: ranking reads all logs, and should not do so each time.
-        wanted = max(num_bytes, (self.budget.max_bytes or 0) // 64)
+        wanted = max(num_bytes, hard // 64)
         new_keys = {one.key for one in batch}
         for one in ranking.candidates:
             if one.worth >= new_worth or freed >= wanted:
                 break
             if one.key not in new_keys:
                 chosen.append(one)
-                freed += one.num_bytes
+                freed += one.disk_bytes
         if freed < num_bytes:
+            took_s = time.monotonic() - began
+            if took_s > SLOW_RANKING_S:  # the next block will most likely fare no better
+                self._resting_until = time.monotonic() + 20 * took_s
             raise full
         return chosen
+
+
+def pages_of(num_bytes: int) -> int:
+    """Whole pages that a value of `num_bytes` fills, its page header of 16 bytes included."""
+    return -(-(num_bytes + 16) // PAGE_BYTES)
 
 
 def _bytes_needed(batch: Sequence[Encoded]) -> int:
     """Pages that `batch` takes, those included that its transaction writes anew."""
     pages = _PAGES_PER_COMMIT + _PAGES_PER_BLOCK * len(batch)
-    pages += sum(-(-len(payload) // PAGE_BYTES) + 1 for one in batch for payload in one.payloads)
+    pages += sum(pages_of(len(payload)) for one in batch for payload in one.payloads)
     return pages * PAGE_BYTES
