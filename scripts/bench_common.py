@@ -85,8 +85,15 @@ class Figure:
         return fields
 
 
-def run(description: str, measure: Callable[[Options], list[Figure]]) -> None:
-    """Read the arguments, measure, and print or write what came out."""
+def run(
+    description: str,
+    measure: Callable[[Options], list[Figure]],
+    draw: Callable[[Path], None] | None = None,
+) -> None:
+    """Read the arguments, measure, and print or write what came out.
+
+    `draw` makes a picture of the script's own for --plot, after measuring.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="smaller sizes, under a minute")
     parser.add_argument("--json", metavar="FILE", help="write JSON to FILE, or to stdout for -")
@@ -107,7 +114,9 @@ def run(description: str, measure: Callable[[Options], list[Figure]]) -> None:
         Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     else:
         print(table(where, figures))
-    if arguments.plot:
+    if arguments.plot and draw is not None:
+        draw(arguments.plot)
+    elif arguments.plot:
         plot(arguments.plot, description, figures)
 
 

@@ -16,9 +16,6 @@ from enum import Enum, auto
 from chatkv.engine.pool import BLOCK_TOKENS
 from chatkv_store.chain import StoredBlock
 
-# Blocks that the loader takes at a time: few, so that little is in flight when the ends meet.
-RUN_BLOCKS = 4
-
 
 class _State(Enum):
     WANTED = auto()  # stored, and nobody's yet
@@ -33,6 +30,8 @@ class BothEnds:
     blocks[i]: what is stored for tokens from i * BLOCK_TOKENS on, None where nothing is.
     load(blocks) puts blocks into the pool and returns how many leading ones are sound.
     share(position): the part of a remaining gap that prefill should take, by the rates of both.
+    run_blocks: how many blocks the loader takes at a time. Many are read faster, few leave less in
+    flight for prefill to wait for when the ends meet.
     """
 
     def __init__(
@@ -41,8 +40,10 @@ class BothEnds:
         first: int,
         load: Callable[[Sequence[StoredBlock]], int],
         share: Callable[[int], float],
+        run_blocks: int = 1,
     ) -> None:
         self._blocks, self._load, self._share = list(blocks), load, share
+        self._run_blocks = run_blocks
         self._states = [
             _State.WANTED if block is not None and index >= first else _State.COMPUTED
             for index, block in enumerate(blocks)
@@ -133,7 +134,7 @@ class BothEnds:
             stop = wanted[-1] + 1
             start = stop - 1
             # Equally long neighbours are read together; towards the meeting point one by one.
-            room = min(RUN_BLOCKS, max(1, len(wanted) // 4))
+            room = min(self._run_blocks, max(1, len(wanted) // 4))
             while start > 0 and stop - start < room and self._fits(start - 1, start):
                 start -= 1
             for index in range(start, stop):

@@ -58,13 +58,18 @@ class CostModel:
         """Seconds until tokens [start, loaded_to) are in the pool when prefill computes from the
         first and [loadable_from, loaded_to) is loaded from the last, each as far as suits best.
 
-        The loader takes load_cpu_s_per_token of the cores' time away from prefill.
+        The loader takes load_cpu_s_per_token of the cores' time away from prefill. Both take
+        blocks of 64 tokens, so on average half of one by each is in the way where they meet, and
+        prefill's last pieces are short.
         """
+        meeting_s = 32 * (self.load_s_per_token + self.prefill_s_per_token) + self.prefill_fixed_s
 
         def at(meeting: int) -> float:
             loaded = loaded_to - meeting
             computing = self.prefill_s(start, meeting) + loaded * self.load_cpu_s_per_token
-            return max(self.load_s(loaded), computing)
+            if meeting in (loadable_from, loaded_to):
+                return max(self.load_s(loaded), computing)
+            return max(self.load_s(loaded), computing) + meeting_s
 
         # Convex between its ends, where the fixed costs of loading or computing fall away.
         low, high = loadable_from, loaded_to

@@ -26,6 +26,10 @@ from chatkv_store.errors import StoreError
 from chatkv_store.layout import KVLayout
 from chatkv_store.loader import default_threads, load_blocks
 
+# Restoring from both ends, the loader reads runs of blocks that take about this long: prefill may
+# have to wait for one of them.
+RUN_S, MAX_RUN_BLOCKS = 0.02, 8
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -256,7 +260,8 @@ class Restorer:
 
         # A block that is partly in the pool already is prefill's.
         first = -(-planned.situation.in_pool // BLOCK_TOKENS)
-        return BothEnds(planned.stored, first, load, share)
+        run_blocks = int(RUN_S / (self.cost.load_s_per_token * BLOCK_TOKENS))
+        return BothEnds(planned.stored, first, load, share, max(1, min(run_blocks, MAX_RUN_BLOCKS)))
 
     def _drop(self, sequence: TokenSequence, damaged: StoredBlock) -> None:
         assert self._saver is not None
