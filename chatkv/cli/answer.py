@@ -114,7 +114,7 @@ def chat_options(command: Command) -> Command:
 
 def turn_options(arguments: dict[str, Any]) -> TurnOptions:
     """The options of `chat_options` that concern one turn."""
-    from chatkv.engine.sampling import SamplingOptions
+    from chatkv.engine.options import SamplingOptions
     from chatkv.session.turn import TurnOptions
 
     sampling = {name: arguments[name] for name in ("temperature", "top_p", "top_k", "min_p")}
