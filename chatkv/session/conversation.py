@@ -96,11 +96,12 @@ class Conversation:
         text, system = _encodable(text), None if system is None else _encodable(system)
         record = TurnRecord(self.model.load_model_ms)
         history = self.log
-        prompt_ids = self._prompt_ids(text, system, history)
+        prompt_ids = self.prompt_ids(text, system)
+        self._check_room(history, prompt_ids)
         planned = self.model.restorer.plan(
             self.sequence,
             [*history, *prompt_ids],
-            self._num_computed(),
+            self.num_computed,
             options.restore,
             options.exact,
         )
@@ -121,7 +122,7 @@ class Conversation:
 
     # --- the steps of a turn ----------------------------------------------------------------
 
-    def _prompt_ids(self, text: str, system: str | None, history: list[int]) -> list[int]:
+    def prompt_ids(self, text: str, system: str | None = None) -> list[int]:
         """The ids that this message adds to the log, generation prompt included."""
         if system is not None and self.turns:
             raise UsageError("a system prompt can only be given to a new session")
@@ -129,18 +130,20 @@ class Conversation:
         template, tokenizer = self.model.template, self.model.tokenizer
         if self.turns:
             rendered = _without_start(template.continuation(messages), self._end_text())
-            ids = tokenizer.encode_continuation(rendered.text, rendered.content_spans, history[-1])
-        else:
-            rendered = template.render(messages, add_generation_prompt=True)
-            ids = tokenizer.encode_rendered(rendered.text, rendered.content_spans)
-        room = self.model.engine.max_tokens - len(history) - len(ids)
-        if room < 1:
-            raise ContextFull(
-                f"the conversation has {len(history)} tokens and this message adds {len(ids)}, "
-                f"but the context ends at {self.model.engine.max_tokens}: start a new session, or "
-                "fork an earlier turn"
+            return tokenizer.encode_continuation(
+                rendered.text, rendered.content_spans, self.log[-1]
             )
-        return ids
+        rendered = template.render(messages, add_generation_prompt=True)
+        return tokenizer.encode_rendered(rendered.text, rendered.content_spans)
+
+    def _check_room(self, history: list[int], prompt_ids: list[int]) -> None:
+        limit = self.model.engine.max_tokens
+        if len(history) + len(prompt_ids) >= limit:
+            raise ContextFull(
+                f"the conversation has {len(history)} tokens and this message adds "
+                f"{len(prompt_ids)}, but the context ends at {limit}: start a new session, or fork "
+                "an earlier turn"
+            )
 
     def _begin(
         self, text: str, prompt_ids: list[int], system: str | None, options: TurnOptions
@@ -231,7 +234,8 @@ class Conversation:
             self.model.restorer.learn(record.restored, record.num_computed, record.prefill_s)
         return turn
 
-    def _num_computed(self) -> int:
+    @property
+    def num_computed(self) -> int:
         """Leading tokens of the log whose KV some turn has computed: all up to the last reply,
         less its last token, which was sampled and never fed. (What follows the last reply is the
         question of a turn that ended before it was answered.)"""

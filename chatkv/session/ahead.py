@@ -1,0 +1,67 @@
+"""Work before Enter: history restored when a session is opened, a draft prefilled as it is typed.
+
+Nothing of it is saved. The KV of a draft lies in the pool behind the history's, and the turn that
+is sent reuses as many of its tokens as agree; what was typed over is computed like anything new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from chatkv.engine.engine import Cancelled
+
+if TYPE_CHECKING:
+    from chatkv.session.conversation import Conversation
+
+# The end of a draft is not settled: the next letter may change how its last word is cut into
+# tokens. Four tokens are more than a word.
+UNSETTLED_TOKENS = 4
+
+
+def prefill_draft(
+    conversation: Conversation,
+    draft: str = "",
+    cancelled: Callable[[], bool] = lambda: False,
+    system: str | None = None,
+) -> int:
+    """Bring the history, and then the settled part of a message that is being typed, into the
+    pool; with no draft yet, the history alone. `system` is what a new session will be sent with.
+    Returns how many of the log's and the draft's tokens have their KV then.
+
+    Call it again whenever the draft settles; `cancelled` is asked between chunks and ends it early
+    with what is done kept. Not beside `send`: one of them at a time.
+    """
+    history = conversation.log
+    ids = [*history, *_settled(conversation, draft, system)]
+    sequence, restorer = conversation.sequence, conversation.model.restorer
+    if len(ids) < 2 or len(ids) > conversation.model.engine.max_tokens:
+        return 0
+    if sequence.common_prefix(ids) == len(ids):
+        return len(ids)
+    planned = restorer.plan(sequence, ids, conversation.num_computed)
+    restored = restorer.restore(sequence, planned)
+    try:
+        conversation.model.engine.prefill(sequence, None, cancelled, restored.arriving)
+    except Cancelled:
+        pass
+    finally:
+        if restored.arriving is not None:
+            restored.arriving.close()
+    return sequence.num_cached
+
+
+def _settled(conversation: Conversation, draft: str, system: str | None) -> list[int]:
+    """The tokens that a message which begins with `draft` is going to add to the log, as far as
+    more letters cannot change them."""
+    if not draft:
+        return []
+    # What the template puts behind the message is common to all drafts and not settled either.
+    shorter = conversation.prompt_ids(draft, system)
+    longer = conversation.prompt_ids(draft + " and", system)
+    common = 0
+    for mine, other in zip(shorter, longer, strict=False):
+        if mine != other:
+            break
+        common += 1
+    return shorter[: max(0, common - UNSETTLED_TOKENS)]
