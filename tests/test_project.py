@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "chatkv.__main__": {"chatkv.cli"},
 }
 THIRD_PARTY = {  # where a part is held to less than the project's dependencies
-    "chatkv_store": {"lmdb", "numpy", "xxhash", "zstandard"},
+    "chatkv_store": {"cryptography", "keyring", "lmdb", "numpy", "xxhash", "zstandard"},
     "chatkv_kernels": {"torch", "triton"},
 }
 

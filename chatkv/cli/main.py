@@ -27,6 +27,7 @@ COMMANDS = {
     "codec": ("chatkv.cli.codec:codec", "Measure what KV codecs save and what they cost."),
     "why": ("chatkv.cli.why:why", "Explain where a turn's KV came from and what it took."),
     "calibrate": ("chatkv.cli.calibrate:calibrate", "Measure what loading and computing cost."),
+    "encrypt": ("chatkv.cli.encrypt:encrypt", "Keep the KV cache encrypted, or no longer."),
     "cache": ("chatkv.cli.cache:cache", "Look into the KV cache and check it."),
 }
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from chatkv_store.errors import StoreDamaged as StoreDamaged
     from chatkv_store.errors import StoreError as StoreError
     from chatkv_store.errors import StoreFull as StoreFull
+    from chatkv_store.errors import StoreLocked as StoreLocked
     from chatkv_store.errors import StoreReadOnly as StoreReadOnly
     from chatkv_store.errors import StoreVersionError as StoreVersionError
     from chatkv_store.integrity import Finding as Finding
@@ -46,6 +47,7 @@ _HOMES = {
         "StoreDamaged",
         "StoreError",
         "StoreFull",
+        "StoreLocked",
         "StoreReadOnly",
         "StoreVersionError",
     ),

@@ -15,6 +15,7 @@ from chatkv_store.chain import NewBlock as NewBlock
 from chatkv_store.chain import PutResult as PutResult
 from chatkv_store.chain import RunResult as RunResult
 from chatkv_store.chain import StoredBlock as StoredBlock
+from chatkv_store.encryption import sealer_of
 from chatkv_store.environment import (
     START_MAP_BYTES,
     Environment,
@@ -86,6 +87,7 @@ class BlockStore:
             )
             try:
                 check_format(env)
+                env.seal(sealer_of(env))
             except BaseException:
                 env.close()
                 raise

@@ -31,6 +31,7 @@ from chatkv_store.errors import (
 )
 from chatkv_store.failpoints import failpoint
 from chatkv_store.gate import Gate
+from chatkv_store.sealing import SealedTransaction, Sealer
 from chatkv_store.users import Users
 
 DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"
@@ -64,6 +65,8 @@ class Environment:
         self.read_only = read_only
         self._max_bytes = max_bytes
         self._gate = Gate()
+        self.sealer: Sealer | None = None
+        self._names: dict[int, str] = {}
         if read_only and not (path / DATA_FILE).is_file():
             raise StoreError(f"no KV cache in {path}")
         with _translated(path):
@@ -111,7 +114,7 @@ class Environment:
                 with self._gate.shared(), _translated(self.path):
                     with self._begin(write=True) as txn:
                         failpoint("blocks.begun")
-                        result = work(txn)
+                        result = work(self.seen(txn))
                         failpoint("blocks.written")
                     failpoint("blocks.committed")
                     return result
@@ -149,6 +152,17 @@ class Environment:
             "free_bytes": max(0, total - used - 2) * page_bytes,  # 2: the meta pages
             "readers": info["num_readers"],
         }
+
+    def seen(self, txn: Any) -> Any:
+        """The transaction as the store uses it: through `sealer` where there is one."""
+        if self.sealer is None:
+            return txn
+        return SealedTransaction(txn, self.sealer, self._names)
+
+    def seal(self, sealer: Sealer | None) -> None:
+        """Encrypt and decrypt from now on."""
+        self._names = {id(handle): name for name, handle in self.databases.items()}
+        self.sealer = sealer
 
     def look_alone(self, work: Callable[[Any], T]) -> T:
         """`work(txn)` while nobody can write, this process included; nothing is committed."""
@@ -286,7 +300,7 @@ class _Read:
         except BaseException as error:
             self._env._gate.leave()
             raise _as_ours(error, self._env.path) from None
-        return self._txn
+        return self._env.seen(self._txn)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:

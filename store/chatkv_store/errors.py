@@ -6,6 +6,7 @@
     ├── StoreDamaged           the file is not what LMDB or SQLite wrote
     ├── StoreBusy              somebody else holds it
     ├── StoreReadOnly          no permission to write here
+    ├── StoreLocked            encrypted, and no passphrase opens it
     ├── SessionNotFound        an id, prefix or title that names no session
     ├── SessionAmbiguous       ... or several
     └── BlockMiss              one KV block that cannot be used: recompute it
@@ -38,6 +39,10 @@ class StoreBusy(StoreError):
 
 class StoreReadOnly(StoreError):
     """The store was opened for reading, or lies where this user may not write."""
+
+
+class StoreLocked(StoreError):
+    """The store is encrypted; the passphrase is wrong or not to be found."""
 
 
 class SessionNotFound(StoreError):
