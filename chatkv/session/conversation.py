@@ -263,8 +263,13 @@ class Conversation:
     def difference_from_template(self) -> str | None:
         """Where the log's text departs from the template's rendering of the whole conversation,
         as a line for the user; None where they agree."""
-        log_text = self.model.tokenizer.decode(self.log, skip_special=False)
-        difference = self.model.template.matches_log(self.messages(), log_text)
+        decode = self.model.tokenizer.decode
+        messages = self.messages()
+        # A stop string may begin inside a token, whose end is then in the log and not in the text.
+        replies = (message for message in messages if message["role"] == "assistant")
+        for message, turn in zip(replies, self.turns, strict=True):
+            message["content"] = decode(turn.reply_ids)
+        difference = self.model.template.matches_log(messages, decode(self.log, skip_special=False))
         if difference is None:
             return None
         return f"the chat template would write this conversation differently {difference}"

@@ -84,6 +84,38 @@ def test_a_stop_string_ends_text_and_log(model: str) -> None:
         assert say(chat, "and on").finish_reason == "length"
 
 
+@pytest.mark.parametrize("at", [0, 1, 6, 7, 8])
+def test_a_stop_string_of_many_tokens_leaves_no_trace(
+    at: int, model: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens are in the pool already when it is complete. The next turn must not use their KV:
+    in the same process it is what it is in another one, which has never seen them."""
+    with opened(model) as chat:
+        stop = say(chat, "hello").text[at : at + 10]
+    results, logs = [], []
+    for name, closes in (("one process", False), ("two processes", True)):
+        monkeypatch.setenv("CHATKV_HOME", str(home / name))
+        with opened(model) as chat:
+            first = say(chat, "hello", stop=(stop,))
+            kept = list(chat.conversation.turns[0].reply_ids)
+            tokenizer = chat.runtime.tokenizer
+            if not closes:
+                results.append(say(chat, "and on", restore="reload"))
+                logs.append(chat.conversation.log)
+        if closes:
+            with opened(model, first.session) as chat:
+                results.append(say(chat, "and on", restore="reload"))
+                logs.append(chat.conversation.log)
+        assert (first.finish_reason, len(first.text)) == ("stop", at)
+        assert tokenizer.decode(kept).startswith(first.text) and bool(kept) == bool(at)
+        assert not kept or not tokenizer.decode(kept[:-1]).startswith(first.text)
+        assert results[-1].notices == (), "a stop string inside a token is no fault of the template"
+    assert logs[0] == logs[1]
+    logits = [result.last_logits for result in results]
+    assert logits[0] is not None and logits[1] is not None
+    assert logits[0].equal(logits[1])
+
+
 def test_a_cancelled_answer_keeps_what_was_said(model: str) -> None:
     shown: list[str] = []
     with opened(model) as chat:
