@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from chatkv_store import importing
 from chatkv_store.archive import ArchiveReader, ArchiveWriter
 from chatkv_store.blocks import BlockStore
 from chatkv_store.chain import NewBlock, StoredBlock
@@ -90,10 +91,9 @@ def import_session(
     """
     with ArchiveReader(path) as archive:
         values = archive.conversation()
+        importing.check(values, str(path))
         token_ids = [
-            token
-            for turn in values.get("turns", [])
-            for token in (*turn.get("prompt_ids", []), *turn.get("reply_ids", []))
+            token for turn in values["turns"] for token in (*turn["prompt_ids"], *turn["reply_ids"])
         ]
         manifest = archive.manifest
         if blocks is not None:
