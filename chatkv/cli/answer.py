@@ -71,7 +71,7 @@ def chat_options(command: Command) -> Command:
         click.option(
             "--min-p",
             type=float,
-            default=0.0,
+            default=0.05,
             show_default=True,
             help="Drop tokens below this share of the likeliest.",
         ),

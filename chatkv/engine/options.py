@@ -14,7 +14,7 @@ class SamplingOptions:
     temperature: float = 0.7
     top_p: float = 0.95
     top_k: int = 0
-    min_p: float = 0.0
+    min_p: float = 0.05
 
     def __post_init__(self) -> None:
         checks = (
