@@ -1,4 +1,4 @@
-"""The `cache` verbs that change something: prune, rm, clear, pin, export, import, compact, stats."""
+"""The `cache` verbs that change or count something: prune, rm, pin, export, compact, stats, ..."""
 
 from __future__ import annotations
 
