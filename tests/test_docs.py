@@ -98,7 +98,7 @@ def _help(verbs: tuple[str, ...]) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-GROUPS = {"sessions", "cache"}  # commands whose first argument is a verb of their own
+GROUPS = {"sessions", "cache", "encrypt"}  # commands whose first argument is a verb of their own
 
 
 def test_commands_and_their_options_exist() -> None:
