@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -212,3 +213,48 @@ def restore_all(blocks: BlockStore, log: list[int]) -> Any:
     for block in match.blocks:
         blocks.read(block, 0, out[:, :, :, block.start : block.start + block.num_tokens])
     return out
+
+
+@pytest.mark.parametrize("at", ["blocks.committed:1", "conversations.committed:1"])
+def test_killed_in_the_middle_it_can_be_told_again(
+    home: Path, conversations: Conversations, process: Callable[..., Ran], at: str
+) -> None:
+    """KV goes first, so what a kill leaves is a conversation, or words that are not found."""
+    session = talk(conversations, home, SECRET, [[*range(200)], [*range(300, 350)]])
+    conversations.close()
+    killed = process("sessions", "forget", session, "-y", CHATKV_FAILPOINT=at)
+    assert killed.code == -signal.SIGKILL
+    with Conversations(home / "data" / "conversations.sqlite3") as again:
+        left = again.list_sessions()
+        assert len(left) == (at.startswith("blocks")), "the words go in one commit"
+    if left:
+        assert process("sessions", "forget", session, "-y").code == 0
+        content, _ = traces(home)
+        assert SECRET.encode() not in content and pack_ids(list(range(70, 90))) not in content
+    assert stored(home) == {}
+
+
+def test_an_encrypted_cache_is_forgotten_alike(
+    home: Path,
+    tmp_path: Path,
+    conversations: Conversations,
+    program: Callable[..., Ran],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("cryptography")
+    (tmp_path / "key").write_text("secret")
+    monkeypatch.setenv("CHATKV_KEY_FILE", str(tmp_path / "key"))
+    assert program("encrypt", "on", "-y").code == 0
+    session = talk(conversations, home, "private", [[*SYSTEM, *range(200)]])
+    other = talk(conversations, home, "other", [[*SYSTEM, *range(900, 980)]])
+    with BlockStore(home / "cache" / "kv") as blocks, blocks.env._env.begin() as txn:
+        sealed = [bytes(value[-48:]) for _, value in txn.cursor(blocks.db["values"])]
+    done = program("sessions", "forget", session, "-y", "--json")
+    answer = json.loads(done.out)
+    assert answer["num_shared_blocks"] == 1 and answer["num_blocks"] == 4
+    content, _ = traces(home)
+    assert sum(value in content for value in sealed) < len(sealed) - 4
+    with BlockStore(home / "cache" / "kv") as blocks:
+        log = conversations.token_log(other)
+        assert blocks.match(SPACE, log, GROUPED).num_tokens == len(log)
+        assert blocks.verify() == []
