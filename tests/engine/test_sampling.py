@@ -64,7 +64,7 @@ def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5])
     expected = logits.double().softmax(0)
     count = 4000
-    sampler = Sampler(SamplingOptions(1.0, top_p=1.0), seed=11)
+    sampler = Sampler(SamplingOptions(1.0, top_p=1.0, min_p=0.0), seed=11)
     drawn = torch.bincount(
         torch.tensor([sampler.pick(logits) for _ in range(count)]), minlength=len(logits)
     )
