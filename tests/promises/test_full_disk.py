@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +15,9 @@ from chatkv.client import ChatRequest, OpenChat, open_chat
 from chatkv.engine.options import SamplingOptions
 from chatkv.paths import folders
 from chatkv.session.turn import Listener, TurnOptions, TurnResult
-from chatkv_store import database
+from chatkv_store import BlockStore, database
 from chatkv_store.conversations import Conversations
-from chatkv_store.errors import StoreBusy, StoreDamaged, StoreReadOnly
+from chatkv_store.errors import StoreBusy, StoreDamaged, StoreReadOnly, StoreVersionError
 from small_disk import SmallDisk, small_disk
 
 GREEDY = SamplingOptions(temperature=0)
@@ -261,3 +262,22 @@ def test_sqlite_itself_says_full(model: str) -> None:
         assert "disk is full" in unsaved(results[-1])[0]
         conn.execute("PRAGMA max_page_count = 100000")
     assert [turn[1] for turn in stored(results[0].session)] == [one.text for one in results]
+
+
+def test_files_of_a_newer_version_end_no_chat_and_are_left_alone(model: str) -> None:
+    with opened(model) as chat:
+        session = say(chat, "one").session
+    with BlockStore(folders().kv) as blocks:
+        blocks.env.write(lambda txn: txn.put(b"format", b"99", db=blocks.db["meta"]))
+    conn = sqlite3.connect(folders().conversations)
+    conn.execute("PRAGMA user_version = 99")
+    conn.close()
+    files = (folders().conversations, folders().kv / "data.mdb")
+    before = [path.read_bytes() for path in files]
+    with opened(model) as chat:
+        result = say(chat, "two")
+        assert result.text and "newer chatkv" in unsaved(result)[0]
+        assert any("format 99" in line for line in chat.runtime.notices)
+    with pytest.raises(StoreVersionError), opened(model, session):
+        pass
+    assert [path.read_bytes() for path in files] == before
