@@ -133,8 +133,9 @@ class Room:
 
 
 def pages_of(num_bytes: int) -> int:
-    """Whole pages that a value of `num_bytes` fills, its page header of 16 bytes included."""
-    return -(-(num_bytes + 16) // PAGE_BYTES)
+    """Whole pages that a value of `num_bytes` fills, with its page header and, where the store is
+    encrypted, what sealing adds."""
+    return -(-(num_bytes + 16 + 48) // PAGE_BYTES)
 
 
 def _bytes_needed(batch: Sequence[Encoded]) -> int:

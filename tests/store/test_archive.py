@@ -12,6 +12,7 @@ import pytest
 
 from chatkv_store import BlockStore, Conversations, Session, StoreDamaged, StoreVersionError
 from chatkv_store.budget import Budget
+from chatkv_store.compaction import compact
 from chatkv_store.room import LOCK_BYTES
 from chatkv_store.transfer import export_session, import_session
 from kv_samples import SMALL, SPACE, kv_of, restore
@@ -215,6 +216,36 @@ def test_kv_without_room_is_left_out_and_said(here: Place, tmp_path: Path) -> No
         assert taken.refusal is not None and taken.written_blocks < taken.num_blocks
         assert len(conversations.token_log(session.id)) == 300 * B
         assert (tmp_path / "small" / "data.mdb").stat().st_size <= 1 << 19
+
+
+def test_an_encrypted_store_gives_and_takes_the_same_file(
+    here: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cryptography")
+    from chatkv_store import encryption
+
+    session = talk(here.conversations, here.store, range(3 * B))
+    file, other = tmp_path / "one.chatkv", tmp_path / "other.chatkv"
+    export_session(here.conversations, here.store, session, file)
+    key = tmp_path / "key"
+    key.write_text("a secret")
+    monkeypatch.setenv(encryption.KEY_FILE_VARIABLE, str(key))
+    folder = tmp_path / "sealed"
+    BlockStore(folder).close()
+    encryption.start_empty(folder, b"a secret")
+    with (
+        Conversations(tmp_path / "sealed.sqlite3") as conversations,
+        BlockStore(folder, budget=Budget(64 << 20), conversations=conversations) as store,
+    ):
+        taken = import_session(conversations, store, file)
+        assert taken.written_blocks == 3
+        export_session(conversations, store, taken.session, other)
+        with zipfile.ZipFile(file) as plain, zipfile.ZipFile(other) as again:
+            assert plain.read("kv.bin") == again.read("kv.bin")
+    compact(folder)
+    with BlockStore(folder) as store:
+        ids = list(range(3 * B))
+        np.testing.assert_array_equal(restore(store, SMALL, ids), kv_of(SMALL, ids))
 
 
 def test_a_failed_export_leaves_no_file(here: Place, tmp_path: Path) -> None:
