@@ -139,6 +139,11 @@ class Conversation:
     def _check_room(self, history: list[int], prompt_ids: list[int]) -> None:
         limit = self.model.engine.max_tokens
         if len(history) + len(prompt_ids) >= limit:
+            if not history:
+                raise ContextFull(
+                    f"this message has {len(prompt_ids)} tokens, but the context ends at {limit}: "
+                    "make it shorter"
+                )
             raise ContextFull(
                 f"the conversation has {len(history)} tokens and this message adds "
                 f"{len(prompt_ids)}, but the context ends at {limit}: start a new session, or fork "
@@ -149,15 +154,15 @@ class Conversation:
         self, text: str, prompt_ids: list[int], system: str | None, options: TurnOptions
     ) -> Turn:
         """Save what the user said before anything is computed."""
-        last = self.turns[-1] if self.turns else None
         seed = self.session.settings["seed"] if options.seed is None else options.seed
-        goes_on = last is not None and last.seed == seed
+        same_seed = (turn for turn in reversed(self.turns) if turn.seed == seed)
+        last = next(same_seed, None)
         return self.journal.begin(
             user_text=text,
             prompt_ids=prompt_ids,
             system_text=system,
             seed=seed,
-            rng_draws_before=last.rng_draws_after if last is not None and goes_on else 0,
+            rng_draws_before=last.rng_draws_after if last is not None else 0,
         )
 
     def _restore(self, planned: Planned, record: TurnRecord, listener: Listener) -> None:

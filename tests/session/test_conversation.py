@@ -13,6 +13,7 @@ import pytest
 
 from chatkv.client import ChatRequest, OpenChat, open_chat
 from chatkv.engine.options import SamplingOptions
+from chatkv.engine.sampling import Sampler
 from chatkv.errors import ContextFull, PersistenceError, UsageError
 from chatkv.paths import folders
 from chatkv.session.turn import Listener, TurnOptions, TurnResult
@@ -82,6 +83,20 @@ def test_a_stop_string_ends_text_and_log(model: str) -> None:
         shorter = chat.runtime.tokenizer.decode(turn.reply_ids[:-1])
         assert not shorter.startswith(result.text), "an id is kept that the text does not need"
         assert say(chat, "and on").finish_reason == "length"
+
+
+def test_the_end_of_a_reply_is_in_the_log_once(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The template writes it behind every reply, and the model has written it already."""
+    with opened(model) as chat:
+        tokenizer = chat.runtime.tokenizer
+        im_end = tokenizer.special_ids["<|im_end|>"]
+        picks = iter([*tokenizer.encode("fine"), im_end] * 2)
+        monkeypatch.setattr(Sampler, "pick", lambda self, logits: next(picks))
+        results = [say(chat, "hello"), say(chat, "and you?")]
+        for result, turn in zip(results, chat.conversation.turns, strict=True):
+            assert (result.text, result.finish_reason) == ("fine", "stop")
+            assert turn.reply_ids[-1] == im_end and result.notices == ()
+        assert chat.conversation.log.count(im_end) == 4
 
 
 @pytest.mark.parametrize("at", [0, 1, 6, 7, 8])
@@ -222,10 +237,11 @@ def test_sampling_goes_on_behind_the_draws_of_the_turns_before(model: str) -> No
         session = say(chat, "hello", sampling=hot).session
         say(chat, "hello", sampling=hot)
     with opened(model, session) as chat:
+        say(chat, "hello", sampling=hot, seed=5)
         say(chat, "hello", sampling=hot)
-        draws = [(t.rng_draws_before, t.rng_draws_after) for t in chat.conversation.turns]
-        assert {turn.seed for turn in chat.conversation.turns} == {1}
-    assert draws == [(0, 20), (20, 40), (40, 60)]
+        turns = chat.conversation.turns
+    draws = [(turn.seed, turn.rng_draws_before, turn.rng_draws_after) for turn in turns]
+    assert draws == [(1, 0, 20), (1, 20, 40), (5, 0, 20), (1, 40, 60)]
 
 
 def test_a_session_is_made_by_what_is_said_in_it(model: str) -> None:
@@ -234,7 +250,7 @@ def test_a_session_is_made_by_what_is_said_in_it(model: str) -> None:
         spoken = say(chat, "hello").session
     with opened(model):
         pass
-    with opened(model) as chat, pytest.raises(ContextFull):
+    with opened(model) as chat, pytest.raises(ContextFull, match="make it shorter"):
         say(chat, "word " * 2000)
     with Conversations(folders().conversations) as conversations:
         assert [session.id for session in conversations.list_sessions()] == [spoken]
