@@ -14,7 +14,6 @@ import json
 import math
 import os
 import platform
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -133,13 +132,7 @@ class CostFile:
     def save(self, key: str, label: str, model: CostModel) -> None:
         """Remember `model` under `key`; `label` is for people. A full disk is no error."""
         entries = self._read() | {key: {"label": label, **asdict(model)}}
-        scratch = self.path.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            scratch.write_text(json.dumps(entries, indent=1))
-            os.replace(scratch, self.path)
-        except OSError:
-            with suppress(OSError):
-                scratch.unlink(missing_ok=True)
+        write_note(self.path, json.dumps(entries, indent=1))
 
     def entries(self) -> dict[str, tuple[str, CostModel]]:
         """Key → label and rates, of what this version can read."""
@@ -147,8 +140,11 @@ class CostFile:
         for key, fields in self._read().items():
             try:
                 label = str(fields.pop("label"))
-                found[key] = label, CostModel(**fields)
-            except (TypeError, KeyError, AttributeError):  # another version's
+                known = CostModel(**fields)
+                rates = [rate for rate in asdict(known).values() if rate is not None]
+                if all(math.isfinite(rate) and rate >= 0 for rate in rates):
+                    found[key] = label, known
+            except (TypeError, KeyError, AttributeError):  # another version's, or made by hand
                 continue
         return found
 

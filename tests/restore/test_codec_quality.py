@@ -15,7 +15,7 @@ from chatkv.engine.pool import BLOCK_TOKENS
 from chatkv.errors import UsageError
 from chatkv.model.catalog import find_model
 from chatkv.model.decoder import Decoder
-from chatkv.model.prepared import PreparedModel, prepare
+from chatkv.model.prepared import Dtype, PreparedModel, prepare
 from chatkv.model.tokenizer import Tokenizer
 from chatkv.model.weights import load_weights
 from chatkv.paths import folders
@@ -27,12 +27,12 @@ from chatkv_store import KVLayout, codec
 TEXT = "the keys and values of sixty four tokens are held in a block, and a session holds many. "
 
 
-def loaded(spec: Path, tmp_path: Path) -> tuple[PreparedModel, Decoder, KVLayout]:
-    prepared = prepare(find_model(str(spec), tmp_path), "float32", tmp_path)
+def loaded(
+    spec: Path, tmp_path: Path, dtype: Dtype = "float32"
+) -> tuple[PreparedModel, Decoder, KVLayout]:
+    prepared = prepare(find_model(str(spec), tmp_path), dtype, tmp_path)
     config = prepared.config
-    layout = KVLayout(
-        config.num_layers, config.num_kv_heads, config.head_dim, "float32", BLOCK_TOKENS
-    )
+    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, dtype, BLOCK_TOKENS)
     return prepared, Decoder(config, load_weights(prepared)), layout
 
 
@@ -167,11 +167,14 @@ def test_a_damaged_record_is_an_empty_one(tmp_path: Path, content: str) -> None:
 
 @pytest.mark.slow
 def test_goals_on_smollm2(smollm2_gguf: Path, tmp_path: Path) -> None:
+    """Over 4096 tokens in bfloat16, as `scripts/bench_codec.py` measures them: a shorter text tells
+    perplexity to a few tenths of a percent only."""
     from pydoc_data.topics import topics
 
-    prepared, decoder, layout = loaded(smollm2_gguf, tmp_path)
-    ids = Tokenizer.from_prepared(prepared).encode("\n".join(topics.values())[:30_000])[:2048]
+    prepared, decoder, layout = loaded(smollm2_gguf, tmp_path, "bfloat16")
+    text = "\n".join(topics.values())[:65_536]
+    ids = Tokenizer.from_prepared(prepared).encode(text)[:4096]
     (measured,) = measure_codecs(decoder, layout, ids, ["int4"])
-    # In float32, where nothing else rounds. A thousand tokens tell perplexity to about 0.3%.
-    assert abs(measured.perplexity_change) <= 0.003 + 0.003
-    assert measured.kl <= 0.003
+    assert abs(measured.perplexity_change) <= 0.003
+    assert measured.kl <= 0.01
+    assert measured.ratio >= 3.5
