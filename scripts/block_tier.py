@@ -3,9 +3,11 @@
 SQLite holds the logs and BlockStore finds, writes and evicts blocks, in a temporary folder. Only
 the KV is not real. So that a replay writes megabytes and not gigabytes, a token's KV is a few zeros
 (LAYOUT), and the cap is scaled by the same factor: where the model's token takes 15.7 kB on disk
-and ours 248 bytes, a cap of 2 GiB becomes one of 32 MiB. Bytes are reported at the model's size.
-The store's fixed costs (headers, pages that stay spare) do not shrink along: of a cap this small
-they take some 10 %, which counts against this design and nobody else.
+and ours 504 bytes, a cap of 2 GiB becomes one of 66 MiB. Bytes are reported at the model's size.
+
+What the store takes whatever its size, its lock file and the pages that stay spare, does not shrink
+along, so it is added to the scaled cap: of the real one it is a thousandth. Headers do not shrink
+either. They take 2 % of ours, of the real one nothing, and that counts against this design.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from chatkv_store.errors import StoreFull
 from chatkv_store.keys import block_key, namespace
 from chatkv_store.layout import BLOCK_TOKENS, KVLayout
 
-# A full block's value fills four of LMDB's pages but for 3 %.
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=62, dtype="bfloat16")
+# A full block's value fills eight of LMDB's pages but for 2 %.
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=126, dtype="bfloat16")
 SPACE = namespace(b"replay", b"replay", LAYOUT, "lossless")
 _ZEROS = np.zeros(LAYOUT.value_shape(0, BLOCK_TOKENS), LAYOUT.bits_dtype)
 
@@ -143,20 +145,25 @@ def _start_of_last_stretch(stored: Sequence[StoredBlock | None]) -> int:
 @contextmanager
 def open_blocks(machine: Machine, clock: Callable[[], float]) -> Iterator[Blocks]:
     """A new store under the machine's cap; StoreError where that is too little to open one."""
-    scale = machine.kv_bytes_per_token / LAYOUT.bytes_per_token
-    cap = None if math.isinf(machine.cap_bytes) else int(machine.cap_bytes / scale)
     with (
         tempfile.TemporaryDirectory(prefix="chatkv-replay-", dir=_folder()) as folder,
         _no_rest(),
         Conversations(Path(folder) / "conversations.sqlite3", clock=clock) as conversations,
         BlockStore(
             Path(folder) / "kv",
-            budget=Budget(cap),
+            budget=Budget(None if math.isinf(machine.cap_bytes) else scaled_cap(machine)),
             conversations=conversations,
             start_map_bytes=1 << 20,
         ) as store,
     ):
         yield Blocks(machine, store, conversations)
+
+
+def scaled_cap(machine: Machine) -> int:
+    """The machine's cap at the size of LAYOUT, and the store's own fixed bytes."""
+    scaled = machine.cap_bytes * LAYOUT.bytes_per_token / machine.kv_bytes_per_token
+    with_spare = min(scaled + room.MAX_SPARE_BYTES, scaled * 8 / 7)  # as Room keeps them
+    return room.LOCK_BYTES + int(with_spare)
 
 
 def _folder() -> str | None:

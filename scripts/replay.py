@@ -188,7 +188,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Replay conversations against the KV tiers.")
     parser.add_argument("--conversations", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--per-hour", type=float, default=12.0, help="conversations that begin")
+    parser.add_argument("--per-hour", type=float, default=30.0, help="conversations that begin")
     parser.add_argument("--cap", default="1GiB", help='of the disk tier; "none" for no cap')
     parser.add_argument("--pool-tokens", type=int, default=Machine.pool_tokens)
     parser.add_argument("--kv-bytes-per-token", type=float, default=Machine.kv_bytes_per_token)

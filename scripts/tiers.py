@@ -23,7 +23,7 @@ class Machine:
 
     cost: CostModel = field(default_factory=CostModel)
     decode_s_per_token: float = 0.02
-    pool_tokens: int = 32768  # KV that stays in memory; whole sessions leave it, the oldest first
+    pool_tokens: int = 16384  # KV that stays in memory; whole sessions leave it, the oldest first
     restart_every_s: float = 24 * 3600.0  # ... and all of them with the process
     kv_bytes_per_token: float = 15_700  # on disk: bf16 (23,040) by what the lossless codec saves
     cap_bytes: float = 2 << 30  # of the disk tier; inf: none

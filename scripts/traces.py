@@ -77,12 +77,12 @@ class TraceSpec:
 
     num_conversations: int
     seed: int = 0
-    conversations_per_hour: float = 12.0
+    conversations_per_hour: float = 30.0
     max_tokens: int = 32768  # of a log: a conversation ends with the turn that still fits
     num_systems: int = 3
     system_tokens: int = 300
     think_s: float = 40.0  # median, within a sitting
-    away_odds: float = 0.15  # that a message is sent after an absence instead
+    away_odds: float = 0.25  # that a message is sent after an absence instead
     away_s: float = 6 * 3600.0  # median
 
 

@@ -55,7 +55,7 @@ def test_a_trace_has_the_published_statistics() -> None:
     assert sum(turn.reply_tokens for turn in turns) / len(turns) == pytest.approx(338, rel=0.05)
     arrivals = [one.arrival_s for one in trace]
     assert arrivals == sorted(arrivals)
-    assert arrivals[-1] / len(trace) == pytest.approx(3600 / 12, rel=0.05)
+    assert arrivals[-1] / len(trace) == pytest.approx(3600 / 30, rel=0.05)
 
 
 def test_a_trace_is_its_seeds(trace: list[TraceConversation]) -> None:
