@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--per-hour", type=float, default=30.0, help="conversations that begin")
-    parser.add_argument("--cap", default="1GiB", help='of the disk tier; "none" for no cap')
+    parser.add_argument("--cap", type=_cap, default="1GiB", help='of the disk tier, or "none"')
     parser.add_argument("--pool-tokens", type=int, default=Machine.pool_tokens)
     parser.add_argument("--kv-bytes-per-token", type=float, default=Machine.kv_bytes_per_token)
     parser.add_argument("--decode-s-per-token", type=float, default=Machine.decode_s_per_token)
@@ -209,12 +209,19 @@ def main() -> None:
         pool_tokens=given.pool_tokens,
         restart_every_s=given.restart_every_h * 3600,
         kv_bytes_per_token=given.kv_bytes_per_token,
-        cap_bytes=math.inf if given.cap == "none" else parse_size(given.cap),
+        cap_bytes=given.cap,
     )
     trace = generate(
         TraceSpec(given.conversations, given.seed, conversations_per_hour=given.per_hour)
     )
     print(table([replay(trace, policy, machine) for policy in POLICIES]))
+
+
+def _cap(text: str) -> float:
+    try:
+        return math.inf if text == "none" else parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _measured(parser: argparse.ArgumentParser, path: Path, model: str) -> CostModel:
