@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
-from chatkv.client import KVCodec
+from chatkv.client import ChatRequest, KVCodec
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -110,6 +110,12 @@ def chat_options(command: Command) -> Command:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def chat_request(arguments: dict[str, Any]) -> ChatRequest:
+    """The options of `chat_options` that say what is talked to."""
+    names = ("model", "dtype", "resume", "resume_last", "system", "seed", "kv_codec")
+    return ChatRequest(**{name: arguments[name] for name in names})
 
 
 def turn_options(arguments: dict[str, Any]) -> TurnOptions:

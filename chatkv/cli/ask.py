@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from chatkv.cli.answer import Interrupt, Status, chat_options, say, summary, turn_options
-from chatkv.client import ChatRequest, open_chat
+from chatkv.cli.answer import (
+    Interrupt,
+    Status,
+    chat_options,
+    chat_request,
+    say,
+    summary,
+    turn_options,
+)
+from chatkv.client import open_chat
 from chatkv.errors import UsageError
 from chatkv.paths import folders
 
@@ -28,15 +36,7 @@ def ask(question: str | None, as_json: bool, **arguments: Any) -> None:
     Text on standard input is added to the question, or is the question.
     """
     text = _text(question)
-    request = ChatRequest(
-        model=arguments["model"],
-        dtype=arguments["dtype"],
-        resume=arguments["resume"],
-        resume_last=arguments["resume_last"],
-        system=arguments["system"],
-        seed=arguments["seed"],
-        kv_codec=arguments["kv_codec"],
-    )
+    request = chat_request(arguments)
     options = turn_options(arguments)
     status, interrupt = Status(), Interrupt()
     status.show("starting")

@@ -47,6 +47,7 @@ def stats(output: Output, since: str | None) -> None:
             ("  on disk", count(values["from_disk"])),
             ("tokens reused", count(values["tokens_reused"])),
             ("tokens loaded", count(values["tokens_loaded"])),
+            ("KV read", size(values["bytes_loaded"])),
             ("tokens computed", count(values["tokens_computed"])),
             ("time saved", _duration(values["saved_ms"] / 1e3)),
             ("KV written", size(values["written_bytes"])),
@@ -75,6 +76,7 @@ def summary(turns: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             "tokens_loaded",
             "tokens_computed",
             "tokens_generated",
+            "bytes_loaded",
             "saved_ms",
             "turns_with_notices",
         ),
@@ -92,6 +94,7 @@ def summary(turns: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             sums["from_disk" if loaded else "from_pool" if reused else "not_found"] += 1
         for name in ("reused", "loaded", "computed", "generated"):
             sums[f"tokens_{name}"] += tokens.get(name, 0)
+        sums["bytes_loaded"] += turn.get("loaded_bytes", 0)
         if loaded and again_ms is not None:
             sums["saved_ms"] += max(0.0, again_ms - plan.get("actual_ms", again_ms))
         sums["turns_with_notices"] += bool(turn.get("notices"))

@@ -8,9 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from chatkv.cli.answer import Interrupt, Status, chat_options, say, summary, turn_options
+from chatkv.cli.answer import (
+    Interrupt,
+    Status,
+    chat_options,
+    chat_request,
+    say,
+    summary,
+    turn_options,
+)
 from chatkv.cli.output import plural
-from chatkv.client import ChatRequest, OpenChat, open_chat
+from chatkv.client import OpenChat, open_chat
 from chatkv.errors import ContextFull
 from chatkv.paths import folders
 
@@ -29,15 +37,7 @@ def chat(**arguments: Any) -> None:
     A line that ends with a backslash goes on in the next. Ctrl-C stops an answer and keeps what
     was said; at the prompt, or twice, it leaves. So does Ctrl-D.
     """
-    request = ChatRequest(
-        model=arguments["model"],
-        dtype=arguments["dtype"],
-        resume=arguments["resume"],
-        resume_last=arguments["resume_last"],
-        system=arguments["system"],
-        seed=arguments["seed"],
-        kv_codec=arguments["kv_codec"],
-    )
+    request = chat_request(arguments)
     options = turn_options(arguments)
     status = Status()
     status.show("starting")

@@ -28,7 +28,7 @@ class BothEnds:
     """The KV of one history on its way into the pool.
 
     blocks[i]: what is stored for tokens from i * BLOCK_TOKENS on, None where nothing is.
-    load(blocks) puts blocks into the pool and returns how many leading ones are sound.
+    load(blocks) puts blocks into the pool; how many leading ones are sound, and the bytes read.
     share(position): the part of a remaining gap that prefill should take, by the rates of both.
     run_blocks: how many blocks the loader takes at a time. Many are read faster, few leave less in
     flight for prefill to wait for when the ends meet.
@@ -38,7 +38,7 @@ class BothEnds:
         self,
         blocks: Sequence[StoredBlock | None],
         first: int,
-        load: Callable[[Sequence[StoredBlock]], int],
+        load: Callable[[Sequence[StoredBlock]], tuple[int, int]],
         share: Callable[[int], float],
         run_blocks: int = 1,
     ) -> None:
@@ -51,6 +51,7 @@ class BothEnds:
         self._changed = threading.Condition()
         self._is_closed = False
         self.num_loaded = 0  # tokens that prefill skipped
+        self.num_bytes = 0  # read for that
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="kv-from-the-end", daemon=True)
         self._thread.start()
@@ -106,7 +107,9 @@ class BothEnds:
     def _run(self) -> None:
         while (run := self._claim()) is not None:
             try:
-                sound = self._load([b for b in self._blocks[run.start : run.stop] if b is not None])
+                wanted = [b for b in self._blocks[run.start : run.stop] if b is not None]
+                sound, num_bytes = self._load(wanted)
+                self.num_bytes += num_bytes
             except Exception as error:
                 self.error, sound = error, 0
             with self._changed:

@@ -63,6 +63,11 @@ class Restored:
         return (*self.notices, f"loading stopped, the rest was computed: {self.arriving.error}")
 
     @property
+    def num_bytes(self) -> int:
+        """Payload bytes that were read from the disk until now."""
+        return self.loaded_bytes + (self.arriving.num_bytes if self.arriving else 0)
+
+    @property
     def num_loaded(self) -> int:
         """Tokens that came from the disk until now."""
         return self.loaded + (self.arriving.num_loaded if self.arriving else 0)
@@ -244,14 +249,14 @@ class Restorer:
         self.engine.pool.reserve(sequence.run, len(sequence.ids))
         bits = pool_bits(self.engine.pool, sequence)
 
-        def load(blocks: Sequence[StoredBlock]) -> int:
+        def load(blocks: Sequence[StoredBlock]) -> tuple[int, int]:
             assert self.disk is not None and self._saver is not None
             done = load_blocks(self.disk.store, blocks, self.layout, bits, threads=1)
             sound = done.num_tokens_ok // blocks[0].num_tokens
             self._saver.loaded(sequence, blocks[:sound])
             if sound < len(blocks):
                 self._drop(sequence, blocks[sound])
-            return sound
+            return sound, done.bytes_read
 
         def share(position: int) -> float:
             block_s = self.cost.prefill_s(position, position + BLOCK_TOKENS)

@@ -88,7 +88,8 @@ class TurnRecord:
             self.tokens(num_generated), self.plan, self.plan_actual_ms, self.timing()
         )
         notices = self.restored.all_notices if self.restored else ()
-        return measures | {"notices": list(notices)}
+        num_bytes = self.restored.num_bytes if self.restored else 0
+        return measures | {"loaded_bytes": num_bytes, "notices": list(notices)}
 
     def _since_began_ms(self, moment: float | None) -> float:
         return 0.0 if moment is None else (moment - self._began) * 1e3

@@ -38,7 +38,7 @@ class Walk:
         ]
         self.both = BothEnds(self.blocks, first, self.load, lambda position: behaviour.random())
 
-    def load(self, blocks: Sequence[StoredBlock]) -> int:
+    def load(self, blocks: Sequence[StoredBlock]) -> tuple[int, int]:
         sound = (
             len(blocks) if self.behaviour.random() < 0.8 else self.behaviour.randrange(len(blocks))
         )
@@ -47,7 +47,7 @@ class Walk:
         time.sleep(self.behaviour.random() * 0.002)
         for block in blocks[:sound]:
             self.note(block.start, block.start + block.num_tokens, "loaded")
-        return sound
+        return sound, sound
 
     def prefill(self, start: int, total: int) -> None:
         position = start
