@@ -94,5 +94,5 @@ def _session(conversations: Conversations, request: ChatRequest) -> Session | No
     if session is None:
         raise UsageError("there is no session to continue yet: start one without --continue")
     if request.system is not None and session.num_turns:
-        raise UsageError("--system belongs to a new session; this one has its own already")
+        raise UsageError("--system can only begin a session, and this one has begun: leave it out")
     return session

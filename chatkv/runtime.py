@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -95,8 +95,10 @@ class Runtime:
             f"{self.prepared.name}, {chosen}, {decoder.device.type}",
         )
         # Tests and benchmarks that must not depend on the clock switch the measuring off.
-        if not self.restorer.is_calibrated and os.environ.get("CHATKV_CALIBRATE") != "0":
-            self.calibrate(on_progress)
+        wants_rates = self.restorer.disk is not None and not self.restorer.is_calibrated
+        if wants_rates and os.environ.get("CHATKV_CALIBRATE") != "0":
+            with suppress(StoreError, OSError):  # no room to measure in: guesses will do
+                self.calibrate(on_progress)
         self.load_model_ms = (time.perf_counter() - began) * 1e3
 
     def calibrate(self, on_progress: Progress | None = None) -> Calibration:

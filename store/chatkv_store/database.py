@@ -187,7 +187,7 @@ class Database:
 
     def _open_for_reading(self, refusal: StoreError) -> sqlite3.Connection:
         """A connection for a file that cannot be written; raises `refusal` where that fails too."""
-        if not isinstance(refusal, (StoreReadOnly, StoreFull)) or not self.path.is_file():
+        if not isinstance(refusal, (StoreReadOnly, StoreFull)) or not os.path.isfile(self.path):
             raise refusal
         modes = ["mode=ro"]
         log = self.path.with_name(self.path.name + "-wal")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from chatkv.restore.restorer import Restorer
+from chatkv_store.errors import StoreFull
 from turns import run_turns
 
 NOTES = ("costs.json", "dtype.json")
@@ -38,9 +40,24 @@ def _notes_are_nonsense(home: Path) -> None:
     "spoil", [_cache_is_a_file, _home_is_a_file, _notes_are_folders, _notes_are_nonsense]
 )
 def test_a_turn_goes_through(
-    spoil: Callable[[Path], None], home: Path, tiny_checkpoint: Callable[..., Path]
+    spoil: Callable[[Path], None],
+    home: Path,
+    tiny_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delenv("CHATKV_CALIBRATE", raising=False)  # as a user has it
     spoil(home)
     results = run_turns(["hello", "more"], model=str(tiny_checkpoint("llama3")), dtype="auto")
     assert [turn["turn"] for turn in results] == [1, 2]
     assert any("KV is not kept" in line for line in results[0]["runtime_notices"])
+
+
+def test_a_disk_without_room_to_measure_in(
+    home: Path, tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise StoreFull("the disk is full")
+
+    monkeypatch.delenv("CHATKV_CALIBRATE", raising=False)
+    monkeypatch.setattr(Restorer, "calibrate", full)
+    assert run_turns(["hello"], model=str(tiny_checkpoint("llama3")))[0]["turn"] == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -187,6 +188,25 @@ def test_a_template_that_rewrites_history_is_reported(
         result = say(chat, "and now?")
         assert any("template" in notice for notice in result.notices)
         assert chat.conversation.log[: len(log)] == log
+
+
+def test_a_template_that_writes_the_date_writes_that_of_the_sessions_beginning(
+    home: Path, tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else tomorrow's rendering would differ from today's log."""
+    folder = shutil.copytree(tiny_checkpoint("llama3"), tmp_path / "model")
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["chat_template"] = "{{ strftime_now('%d %b %Y') }}\n" + config["chat_template"]
+    path.write_text(json.dumps(config))
+    monkeypatch.setattr(Sampler, "pick", lambda self, logits: 100)  # whatever the day does to it
+    with opened(str(folder)) as chat:
+        session = say(chat, "hello").session
+        assert "20" in chat.runtime.tokenizer.decode(chat.conversation.log[:12])
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3 * 86_400)
+    with opened(str(folder), session) as chat:
+        assert say(chat, "the next day").notices == ()
 
 
 def test_exact_refuses_to_recompute(model: str) -> None:
