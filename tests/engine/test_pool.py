@@ -52,6 +52,20 @@ def test_runs_keep_their_kv_and_never_overlap(steps: list[tuple[str, int, int]])
                 assert (pool.slots(other, start, start + BLOCK_TOKENS) == value).all()
 
 
+def test_a_run_that_cannot_grow_where_it_is_moves_with_its_kv() -> None:
+    """Spelled out, since few of the random steps above lead to a move."""
+    pool = BlockPool(CONFIG, 12, torch.float32, torch.device("cpu"))
+    runs = [Run() for _ in range(3)]
+    for stamp, run in enumerate(runs):
+        pool.reserve(run, BLOCK_TOKENS)
+        pool.slots(run, 0, BLOCK_TOKENS).fill_(stamp + 1)
+    before = runs[0].first_block
+    pool.reserve(runs[0], 4 * BLOCK_TOKENS)
+    assert runs[0].first_block != before
+    for stamp, run in enumerate(runs):
+        assert (pool.slots(run, 0, BLOCK_TOKENS) == stamp + 1).all()
+
+
 def test_a_full_pool_says_what_is_free() -> None:
     pool = BlockPool(CONFIG, 2, torch.float32, torch.device("cpu"))
     pool.reserve(Run(), BLOCK_TOKENS)
