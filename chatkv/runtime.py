@@ -186,7 +186,7 @@ class Runtime:
                     "codec": codec_by_name(self.kv_codec).family,
                 },
             )
-        except StoreError as error:
+        except (StoreError, OSError) as error:
             self.notices.append(f"KV is not kept: {error}")
             return None
         writer = BlockWriter(store)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from chatkv import runtime
 from chatkv.restore.restorer import Restorer
 from chatkv_store.errors import StoreFull
 from turns import run_turns
@@ -61,3 +62,16 @@ def test_a_disk_without_room_to_measure_in(
     monkeypatch.delenv("CHATKV_CALIBRATE", raising=False)
     monkeypatch.setattr(Restorer, "calibrate", full)
     assert run_turns(["hello"], model=str(tiny_checkpoint("llama3")))[0]["turn"] == 1
+
+
+def test_a_cache_that_may_not_be_looked_into(
+    home: Path, tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even to see how large its disk is; simulated, since root may look into everything."""
+
+    def forbidden(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(runtime, "default_budget", forbidden)
+    result = run_turns(["hello"], model=str(tiny_checkpoint("llama3")))[0]
+    assert any("Permission denied" in line for line in result["runtime_notices"])

@@ -146,6 +146,28 @@ def test_a_cancelled_answer_keeps_what_was_said(model: str) -> None:
         assert say(chat, "go on", restore="reload").tokens.loaded > 0
 
 
+def test_an_answer_is_on_disk_while_it_is_written(model: str) -> None:
+    """Within a second, that is; a busy machine is given five."""
+    shown, stored = [], []
+
+    def pause(piece: str) -> None:
+        shown.append(piece)
+        deadline = time.monotonic() + 5
+        while len(shown) == 3 and time.monotonic() < deadline:
+            with Conversations(folders().conversations) as conversations:
+                (turn,) = conversations.chain(conversations.list_sessions()[0].id)
+            if turn.reply_text.startswith("".join(shown[:2])):
+                stored.append(turn)
+                break
+            time.sleep(0.05)
+
+    with opened(model) as chat:
+        say(chat, "hello", Listener(on_text=pause))
+        decode = chat.runtime.tokenizer.decode
+    assert [turn.state for turn in stored] == ["streaming"]
+    assert decode(stored[0].reply_ids).startswith(stored[0].reply_text), "text without its ids"
+
+
 def test_cancelling_a_prefill_keeps_the_question(model: str) -> None:
     with opened(model) as chat:
         result = say(chat, "word " * 300, Listener(cancelled=lambda: True))
