@@ -186,6 +186,20 @@ def test_a_conversation_that_does_not_fit_is_refused_before_anything_changes(mod
         assert say(chat, "still there?").turn == 2
 
 
+def test_a_message_may_leave_room_for_one_token(model: str) -> None:
+    with opened(model) as chat:
+        num_around = say(chat, "~").tokens.prompt - 1
+    for room in (1, 0):
+        with opened(model) as chat:
+            text = "~" * (chat.runtime.engine.max_tokens - num_around - room)
+            if room:
+                result = say(chat, text)
+                assert (result.tokens.prompt, result.tokens.generated) == (1023, 1)
+            else:
+                with pytest.raises(ContextFull, match="1024 tokens"):
+                    say(chat, text)
+
+
 def test_a_reply_ends_where_the_context_ends(model: str) -> None:
     with opened(model) as chat:
         result = say(chat, "x " * 480, max_tokens=2000)

@@ -11,7 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chatkv_store import BlockMiss, BlockStore, NewBlock, StoreBusy, StoreError, StoreReadOnly
+from chatkv_store import (
+    BlockMiss,
+    BlockStore,
+    NewBlock,
+    StoreBusy,
+    StoreError,
+    StoreReadOnly,
+    blocks,
+)
 from kv_samples import (
     GROUPED,
     SMALL,
@@ -43,6 +51,18 @@ def test_what_is_stored_comes_back(store: BlockStore, num_tokens: int) -> None:
     assert (match.num_tokens, match.miss) == (num_tokens, None)
     assert [b.start for b in match.blocks] == list(range(0, num_tokens, B))
     np.testing.assert_array_equal(restore(store, SMALL, ids), bits)
+
+
+def test_a_key_that_other_tokens_have_too_is_a_miss(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No such pair of token ids will be found; a wrong key may still come from a fault of ours."""
+    mine, theirs = list(range(B)), list(range(500, 500 + B))
+    save(store, SMALL, mine, kv_of(SMALL, mine))
+    (stored,) = store.match(SPACE, mine, SMALL).blocks
+    monkeypatch.setattr(blocks, "block_key", lambda parent, ids: stored.key)
+    match = store.match(SPACE, theirs, SMALL)
+    assert match.num_tokens == 0 and "other tokens" in str(match.miss)
 
 
 @pytest.mark.parametrize("codec", ["raw", "lossless"])
