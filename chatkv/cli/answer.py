@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
+from chatkv.cli.output import printable
 from chatkv.client import ChatRequest, KVCodec
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class Interrupt:
     """Ctrl-C while an answer is made: the first stops the answer, the second the program."""
 
     def __init__(self) -> None:
-        self.requested = False
+        self.requested = self.was_second = False
 
     def __call__(self) -> bool:
         return self.requested
@@ -147,6 +148,7 @@ class Interrupt:
     def listening(self) -> Iterator[Interrupt]:
         def handle(signum: int, frame: FrameType | None) -> None:
             if self.requested:
+                self.was_second = True
                 raise KeyboardInterrupt
             self.requested = True
 
@@ -180,6 +182,12 @@ class Status:
 
     def clear(self) -> None:
         self.show("")
+
+
+def shown(text: str) -> str:
+    """What is written to stdout of a model's text: a terminal gets no control characters, with
+    which a model could move its cursor or rename its window; a pipe gets every byte."""
+    return printable(text) if sys.stdout.isatty() else text
 
 
 def say(line: str) -> None:

@@ -14,6 +14,7 @@ from chatkv.cli.answer import (
     chat_options,
     chat_request,
     say,
+    shown,
     summary,
     turn_options,
 )
@@ -83,7 +84,7 @@ def _answer(
     def show(piece: str) -> None:
         status.clear()
         if not as_json:
-            sys.stdout.write(piece)
+            sys.stdout.write(shown(piece))
             sys.stdout.flush()
 
     listener = Listener(show, status.progress, interrupt)

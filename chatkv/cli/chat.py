@@ -14,6 +14,7 @@ from chatkv.cli.answer import (
     chat_options,
     chat_request,
     say,
+    shown,
     summary,
     turn_options,
 )
@@ -47,7 +48,13 @@ def chat(**arguments: Any) -> None:
             for notice in opened.runtime.notices:
                 say(f"chatkv: {notice}")
             _greet(opened)
-            _converse(opened.conversation, options, arguments["system"], status)
+            interrupt = Interrupt()
+            try:
+                _converse(opened.conversation, options, arguments["system"], status, interrupt)
+            except KeyboardInterrupt:
+                if interrupt.was_second:
+                    raise
+                click.echo()  # between an answer and the prompt: as at the prompt
         if opened.conversation.journal.num_unsaved:
             turns = plural(opened.conversation.journal.num_unsaved, "turn")
             say(f"chatkv: {turns} of this conversation could not be saved")
@@ -73,16 +80,19 @@ def _greet(opened: OpenChat) -> None:
 
 
 def _converse(
-    conversation: Conversation, options: TurnOptions, system: str | None, status: Status
+    conversation: Conversation,
+    options: TurnOptions,
+    system: str | None,
+    status: Status,
+    interrupt: Interrupt,
 ) -> None:
     from chatkv.session.turn import Listener
 
     def show(piece: str) -> None:
         status.clear()
-        sys.stdout.write(piece)
+        sys.stdout.write(shown(piece))
         sys.stdout.flush()
 
-    interrupt = Interrupt()
     listener = Listener(show, status.progress, interrupt)
     with suppress(ImportError):
         import readline  # noqa: F401  # gives input() editing and history

@@ -64,6 +64,8 @@ class Room:
             limit = hard - self._spare(hard)
             env.fit_map(limit)
             missing = env.info()["used_bytes"] + need + extra - limit
+            if extra:  # there was room, in pieces too small: only blocks that go make larger ones
+                missing = max(missing, extra)
             if missing > 0:
                 self._evict(missing, batch, hard)
             try:

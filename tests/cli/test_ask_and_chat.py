@@ -173,10 +173,22 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.file, text.encode())
 
-    def exit_code(self) -> int:
-        status = os.waitpid(self.pid, 0)[1]
-        os.close(self.file)
-        return os.waitstatus_to_exitcode(status)
+    def exit_code(self, key: str = "", timeout_s: float = 30.0) -> int:
+        """Wait for the end, pressing `key` until it comes: a Ctrl-C that arrives just while the
+        line editor begins to wait is noticed with the next key only."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if key:
+                self.type(key)
+            for _ in range(20):
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    os.close(self.file)
+                    return os.waitstatus_to_exitcode(status)
+                time.sleep(0.05)
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        raise AssertionError(f"still running: {self.text[-500:]!r}")
 
 
 def test_a_chat_in_a_terminal(program: Program, model: str) -> None:
@@ -189,8 +201,7 @@ def test_a_chat_in_a_terminal(program: Program, model: str) -> None:
     chat.type("two\\\nlines\n")
     chat.wait_for(r"turn 2.*\n")
     chat.wait_for("> ")
-    chat.type("\x04")  # Ctrl-D
-    assert chat.exit_code() == 0
+    assert chat.exit_code("\x04") == 0  # Ctrl-D
     assert "Traceback" not in chat.text
     shown = program("sessions", "show", "hello there").out
     assert "two\nlines" in shown
@@ -201,23 +212,37 @@ def test_a_chat_in_a_terminal(program: Program, model: str) -> None:
     resumed.type("third\n")
     assert "computed" in resumed.wait_for(r"turn 3.*\n")
     resumed.wait_for("> ")
-    resumed.type("\x03")  # Ctrl-C at the prompt
-    assert resumed.exit_code() == 0
+    assert resumed.exit_code("\x03") == 0  # Ctrl-C at the prompt
 
 
-def test_ctrl_c_in_a_chat_stops_the_answer_and_the_chat_goes_on(model: str) -> None:
-    chat = Terminal("chat", "--model", model, "--dtype", "float32", "--max-tokens", "900")
+def test_ctrl_c_in_a_chat_stops_the_answer_and_the_chat_goes_on(
+    program: Program, model: str
+) -> None:
+    words = ["--dtype", "float32", "--temperature", "1", "--seed", "1", "--max-tokens", "900"]
+    chat = Terminal("chat", "--model", model, *words)
     chat.wait_for("> ")
-    chat.type("word " * 40 + "\n")
+    chat.type("tell me everything\n")
     chat.wait_for(r"\r\n.")
     chat.type("\x03")
     chat.wait_for(r"turn 1.*\n")
     chat.wait_for("> ")
     chat.type("still there?\n")
-    time.sleep(0.05)
-    chat.type("\x03")
     chat.wait_for(r"turn 2.*\n")
-    chat.wait_for("> ")
-    chat.type("\x04")
-    assert chat.exit_code() == 0
+    assert chat.exit_code("\x04") == 0
     assert "Traceback" not in chat.text
+    turns = json.loads(program("sessions", "show", "tell me everything", "--json").out)["turns"]
+    assert [turn["user"] for turn in turns] == ["tell me everything", "still there?"]
+
+
+def test_a_terminal_gets_no_control_characters_of_the_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    from chatkv.cli.answer import shown
+
+    hostile = "red \x1b[31m bell \x07 title \x1b]0;gone\x07 line\n"
+    assert shown(hostile) == hostile  # a pipe gets every byte
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert "\x1b" not in shown(hostile) and "\x07" not in shown(hostile)
+    assert shown(hostile).endswith("line\n")
