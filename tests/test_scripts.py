@@ -11,7 +11,6 @@ import pty
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,18 +98,12 @@ def test_first_start_installs_and_answers_with_a_clean_stdout(checkout: Checkout
     assert "Collecting things" in done.stderr
 
 
-def test_second_start_installs_nothing_and_is_quick(checkout: Checkout) -> None:
+def test_second_start_installs_nothing_and_says_nothing(checkout: Checkout) -> None:
     checkout.run("setup")
     checkout.installed()
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        done = checkout.run("chat", "again")
-        seconds.append(time.perf_counter() - start)
-        assert (done.stdout, done.stderr) == ("[ask][again]", "")
+    done = checkout.run("chat", "again")
+    assert (done.stdout, done.stderr) == ("[ask][again]", "")
     assert checkout.installed() == []
-    # The aim is 0.05 s on a quiet machine (it takes 0.02 s); a busy one gets room.
-    assert min(seconds) < 0.25
 
 
 @pytest.mark.parametrize(

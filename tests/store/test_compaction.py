@@ -77,10 +77,8 @@ def test_it_refuses_while_anybody_has_the_store_open(tmp_path: Path, read_only: 
 def test_an_open_waits_for_it_and_then_says_so(tmp_path: Path) -> None:
     half_empty(tmp_path)
     alone = Users(tmp_path, alone=True)
-    began = time.monotonic()
     with pytest.raises(StoreBusy, match="being compacted"):
         BlockStore(tmp_path)
-    assert time.monotonic() - began < 20
     alone.leave()
     BlockStore(tmp_path).close()
 
