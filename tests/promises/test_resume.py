@@ -22,12 +22,23 @@ TEXTS = (
 )
 
 
+@pytest.fixture(scope="module")
+def prepared_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where models are prepared for all homes of these tests: it takes seconds each time."""
+    return tmp_path_factory.mktemp("models")
+
+
 @pytest.fixture
-def fresh_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Move to another empty home: else the second run of a conversation would find the blocks of
-    the first, which is right, and compute other pieces, which may round differently."""
+def fresh_home(
+    home: Path, prepared_models: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], None]:
+    """Move to another home without KV: else the second run of a conversation would find the blocks
+    of the first, which is right, and compute other pieces, which may round differently."""
 
     def move(name: str) -> None:
+        cache = home / name / "cache"
+        cache.mkdir(mode=0o700, parents=True)
+        (cache / "models").symlink_to(prepared_models)
         monkeypatch.setenv("CHATKV_HOME", str(home / name))
 
     return move

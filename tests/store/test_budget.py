@@ -34,6 +34,13 @@ class Clock:
         return self.now_s
 
 
+@pytest.fixture(autouse=True)
+def _no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal whose ranking was slow is followed by a rest, which would let a busy machine decide
+    what these tests find."""
+    monkeypatch.setattr(room, "SLOW_RANKING_S", float("inf"))
+
+
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
     """In memory where that is to be had: every commit waits for the disk."""

@@ -395,13 +395,13 @@ store.recover()
 with store.lease(sys.argv[3]):
     while True:
         turn = store.begin_turn(sys.argv[3], user_text="u" * 3000, prompt_ids=range(500))
-        print("begun", flush=True)
+        print("begun\\n", end="", flush=True)
         for size in (1, 2, 3):
             store.checkpoint_turn(turn.id, reply_text="r" * size * 2000,
                                   reply_ids=range(size * 300), rng_draws_after=size)
-            print("checkpoint", size, flush=True)
+            print(f"checkpoint {size}\\n", end="", flush=True)
         store.finish_turn(turn.id, reply_text="r" * 8000, reply_ids=range(1200), rng_draws_after=4)
-        print("done", flush=True)
+        print("done\\n", end="", flush=True)
 """
 STEPS = {"begun": 1, "checkpoint 1": 2, "checkpoint 2": 3, "checkpoint 3": 4, "done": 5}
 
@@ -431,7 +431,8 @@ def kill_in_the_middle(path: Path, session_id: str, wait_s: float) -> None:
         said = [child.stdout.readline().strip()]
         time.sleep(wait_s)
         child.kill()
-        said += [line.strip() for line in child.stdout]
+        # The kill may have cut the last line, which then acknowledges nothing.
+        said += [line.strip() for line in child.stdout if line.endswith("\n")]
     acknowledged = 5 * said.count("done") + STEPS[said[-1]] * (said[-1] != "done")
     with Conversations(path) as store:
         stored = commits_stored(store, session_id, turns_before)
