@@ -6,10 +6,9 @@ The verbs live in files by what they do; each is imported when it is called.
 
 from __future__ import annotations
 
-import importlib
-
 import click
 
+from chatkv.cli.lazy import LazyGroup
 from chatkv.paths import folders
 
 # name -> (where it is, what it does)
@@ -32,25 +31,7 @@ VERBS = {
 }
 
 
-class CacheVerbs(click.Group):
-    """Verbs whose modules are imported when they are called."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(VERBS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in VERBS:
-            return None
-        module, _, attribute = VERBS[cmd_name][0].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in VERBS.items()])
-
-
-@click.group(cls=CacheVerbs)
+@click.group(cls=LazyGroup, commands_at=VERBS)
 def cache() -> None:
     """Look into the KV cache, check it and make it smaller.
 

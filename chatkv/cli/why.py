@@ -93,7 +93,9 @@ def _reason(plan: dict[str, Any]) -> str:
     if not others:
         return f"{said}; there was no other way."
     best = min(others, key=lambda way: others[way])
-    if others[best] >= plan["predicted_ms"]:
+    if abs(others[best] - plan["predicted_ms"]) < 1:
+        return f"{said}, as long as the next best way ({NAMES[best]})."
+    if others[best] > plan["predicted_ms"]:
         return f"{said}, {_ms(others[best] - plan['predicted_ms'])} less than the next best way."
     return (
         f"{said}, {_ms(plan['predicted_ms'] - others[best])} more than the fastest way "

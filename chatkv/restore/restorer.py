@@ -157,7 +157,7 @@ class Restorer:
         return self.cost.num_observations > 0
 
     def calibrate(self, scratch: Path, on_progress: Progress | None = None) -> Calibration:
-        """Measure the cost model anew, in about two seconds, and remember it."""
+        """Measure the cost model anew, in a few seconds, and remember it."""
         found = calibrate(self.engine, self.layout, self._frequencies, scratch, on_progress)
         self.cost = found.cost
         self._costs.save(self._cost_key, self._label, self.cost)
