@@ -24,7 +24,7 @@ import numpy as np
 from tiers import Counts, Machine, NoPersistence, Served, spend
 from traces import TraceConversation
 
-from chatkv.restore.plan import Situation
+from chatkv.restore.plan import Situation, survey
 from chatkv_store import room
 from chatkv_store.blocks import BlockStore, NewBlock, StoredBlock
 from chatkv_store.budget import Budget
@@ -62,17 +62,7 @@ class Blocks(NoPersistence):
         stored: list[StoredBlock | None] = list(match.blocks)
         if match.num_tokens < history:
             stored = self.store.locate(SPACE, ids[: min(history, total - 1)], LAYOUT)
-            while stored and stored[-1] is None:
-                stored.pop()
-        last = stored[-1] if stored else None
-        situation = Situation(
-            total=total,
-            in_pool=in_pool,
-            available=max(in_pool, match.num_tokens),
-            history=history,
-            stored_from=_start_of_last_stretch(stored) if last else None,
-            stored_to=last.start + last.num_tokens if last else None,
-        )
+        situation = survey(total, history, in_pool, match.num_tokens, stored)
         served = spend(situation, self.machine.cost)
         self._read(stored, served, situation)
         found = sum(block.num_tokens for block in stored if block and block.start >= in_pool)
@@ -129,17 +119,6 @@ class Blocks(NoPersistence):
             reply_ids=ids[conversation.prompt_end(turn) :],
             rng_draws_after=0,
         )
-
-
-def _start_of_last_stretch(stored: Sequence[StoredBlock | None]) -> int:
-    """The first token of the stored blocks that reach to the end without a gap."""
-    index = len(stored)
-    while index > 0:
-        block = stored[index - 1]
-        if block is None or (index < len(stored) and block.num_tokens < BLOCK_TOKENS):
-            break
-        index -= 1
-    return index * BLOCK_TOKENS
 
 
 @contextmanager

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from chatkv.errors import PersistenceError
 from chatkv.restore.cost import CostModel
+from chatkv_store.chain import StoredBlock
+from chatkv_store.layout import BLOCK_TOKENS
 
 Method = Literal["none", "reload", "re-prefill", "both"]
 Wanted = Literal["auto", "reload", "re-prefill", "both"]
@@ -39,6 +42,40 @@ class Situation:
         first = self.in_pool if self.stored_from is None else max(self.in_pool, self.stored_from)
         last = self.available if self.stored_to is None else self.stored_to
         return first, min(last, self.total - 1)
+
+
+def survey(
+    total: int,
+    history: int,
+    in_pool: int,
+    matched: int,
+    stored: Sequence[StoredBlock | None],
+) -> Situation:
+    """The situation in which `stored` is on disk, block by block, and its first `matched` tokens
+    are without a gap; the other counts as in Situation."""
+    stretch = _last_stretch(stored)
+    return Situation(
+        total=total,
+        in_pool=in_pool,
+        available=max(in_pool, matched),
+        history=history,
+        stored_from=stretch[0] if stretch else None,
+        stored_to=stretch[1] if stretch else None,
+    )
+
+
+def _last_stretch(stored: Sequence[StoredBlock | None]) -> tuple[int, int] | None:
+    """The tokens [first, last) of the stored blocks that reach to the last one without a gap."""
+    stretch: tuple[int, int] | None = None
+    for index in reversed(range(len(stored))):
+        block = stored[index]
+        if block is None or (stretch and block.num_tokens < BLOCK_TOKENS):
+            if stretch:
+                break
+            continue
+        last = stretch[1] if stretch else block.start + block.num_tokens
+        stretch = index * BLOCK_TOKENS, last
+    return stretch
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from chatkv.model.rope import inverse_frequencies
 from chatkv.restore.both_ends import BothEnds
 from chatkv.restore.calibration import Calibration, Progress, calibrate
 from chatkv.restore.cost import CostFile
-from chatkv.restore.plan import Plan, Situation, Wanted, choose
+from chatkv.restore.plan import Plan, Situation, Wanted, choose, survey
 from chatkv.restore.saver import DiskTier, Saver, pool_bits
 from chatkv_store.blocks import Match, StoredBlock
 from chatkv_store.errors import StoreError
@@ -115,15 +115,8 @@ class Restorer:
             )
         match = self._match(ids) if in_pool < history or not history else None
         stored = self._stored(ids, match, history)
-        last = stored[-1] if stored else None
-        situation = Situation(
-            total=len(ids),
-            in_pool=in_pool,
-            available=max(in_pool, match.num_tokens if match else 0),
-            history=history,
-            stored_from=_start_of_last_stretch(stored) if last else None,
-            stored_to=last.start + last.num_tokens if last else None,
-        )
+        matched = match.num_tokens if match else 0
+        situation = survey(len(ids), history, in_pool, matched, stored)
         plan = choose(situation, self.cost, wanted, exact)
         return Planned(plan, list(ids), situation, match, stored)
 
@@ -282,15 +275,3 @@ class Restorer:
         return (
             f"{missing} tokens of history have no stored KV and are computed again: {match.miss}",
         )
-
-
-def _start_of_last_stretch(stored: Sequence[StoredBlock | None]) -> int:
-    """The first token of the stored blocks that reach to the end without a gap."""
-    index = len(stored)
-    while index > 0:
-        block = stored[index - 1]
-        is_whole = block is not None and (index == len(stored) or block.num_tokens == BLOCK_TOKENS)
-        if not is_whole:
-            break
-        index -= 1
-    return index * BLOCK_TOKENS

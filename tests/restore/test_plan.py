@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,10 @@ from chatkv.restore.plan import (
     EXACT_IS_WORTH_SHARE,
     Situation,
     choose,
+    survey,
 )
+from chatkv_store.chain import StoredBlock
+from chatkv_store.layout import BLOCK_TOKENS
 
 RATES = st.builds(
     CostModel,
@@ -86,6 +90,27 @@ def test_both_ends_are_never_slower_than_one_by_the_model(here: Situation, cost:
         assert ways["both"] <= ways["re-prefill"] + 1e3 * free.prefill_fixed_s + 1e-6
         if "reload" in ways and here.available == here.both_range[1]:
             assert ways["both"] <= ways["reload"] + 1e-6
+
+
+@given(st.lists(st.sampled_from([None, 1, 40, BLOCK_TOKENS]), max_size=12))
+def test_a_survey_finds_what_can_be_loaded_from_the_end(lengths: list[int | None]) -> None:
+    header: Any = None
+    stored = [
+        None if length is None else StoredBlock(b"", BLOCK_TOKENS * index, length, header)
+        for index, length in enumerate(lengths)
+    ]
+    here = survey(total=1000, history=990, in_pool=0, matched=0, stored=stored)
+    if here.stored_from is None or here.stored_to is None:
+        assert not any(lengths)
+        return
+    tokens = {
+        BLOCK_TOKENS * index + token
+        for index, length in enumerate(lengths)
+        for token in range(length or 0)
+    }
+    stretch = set(range(here.stored_from, here.stored_to))
+    assert stretch and stretch <= tokens and max(stretch) == max(tokens)
+    assert here.stored_from - 1 not in tokens  # it is the longest such
 
 
 @given(RATES, st.integers(0, 3000), st.integers(0, 3000), st.integers(1, 3000))

@@ -6,23 +6,19 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
-from block_tier import LAYOUT, SPACE, Blocks, _start_of_last_stretch, open_blocks
+from block_tier import LAYOUT, Blocks, open_blocks
 from replay import POLICIES, Clock, Pool, Report, percentile, replay
 from tiers import Machine, NoPersistence, Snapshots, spend
 from traces import TraceConversation, TraceSpec, TraceTurn, generate
 
-from chatkv.restore import restorer
 from chatkv.restore.cost import CostModel
 from chatkv.restore.plan import Situation
 from chatkv_store import room
-from chatkv_store.blocks import StoredBlock
-from chatkv_store.header import BlockHeader
 
 # A pool of one or two conversations, so that most turns come back to one that has left it.
 TINY = Machine(pool_tokens=3000, cap_bytes=math.inf)
@@ -170,17 +166,6 @@ def test_both_ends_meet_at_a_border_when_both_are_done() -> None:
     assert 0 < meeting < 4000 and meeting % 64 == 0
     waiting_s = abs(cost.load_s(served.loaded) - cost.prefill_s(0, meeting))
     assert waiting_s < cost.prefill_s(meeting - 64, meeting) + cost.load_s(64)
-
-
-def test_gaps_are_seen_as_the_restorer_sees_them() -> None:
-    header = BlockHeader(0, LAYOUT, 0.0, SPACE, SPACE, b"", ())
-    random = Random(0)
-    for _ in range(300):
-        stored = [
-            random.choice([None, StoredBlock(b"", 64 * index, random.choice([64, 64, 9]), header)])
-            for index in range(random.randrange(6))
-        ]
-        assert _start_of_last_stretch(stored) == restorer._start_of_last_stretch(stored)
 
 
 def test_a_machines_bytes_are_scaled_to_the_stores_and_back() -> None:
