@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -252,16 +252,18 @@ class _Walk:
         offsets = self._offsets(number, page, _BRANCH)
         if len(offsets) < min_keys:
             raise PagesDamaged(f"page {number} has {len(offsets)} branches")
-        keys, children = [place.low], []
+        keys, children, ends = [place.low], [], []
         for index, at in enumerate(offsets):
             low, high, top, key_bytes = _NODE.unpack_from(page, at)
             end = at + _NODE.size + key_bytes
             if end > len(page) or key_bytes > _MAX_KEY_BYTES:
                 raise PagesDamaged(f"page {number} has a key that leaves it")
+            ends.append(end)
             children.append(low | high << 16 | top << 32)
             if index:  # what stands before the first branch is not looked at
                 keys.append(_sortable(page[at + _NODE.size : end], is_integer))
         place.check_order(keys)
+        _check_no_gaps(number, page, offsets, ends)
         return [
             _Place(child, low, high)
             for child, low, high in zip(children, keys, [*keys[1:], place.high], strict=True)
@@ -293,7 +295,9 @@ class _Walk:
     def _raw_nodes(self, number: int, page: bytes) -> Iterator[tuple[bytes, int, int, int]]:
         """(key, where the data begins, its bytes, flags) of a leaf's nodes; claims big values."""
         page_bytes = len(page)
-        for at in self._offsets(number, page, _LEAF):
+        offsets = self._offsets(number, page, _LEAF)
+        ends = []
+        for at in offsets:
             low, high, flags, key_bytes = _NODE.unpack_from(page, at)
             size = low | high << 16
             data = at + _NODE.size + key_bytes
@@ -303,7 +307,9 @@ class _Walk:
             if flags & _BIG:
                 first = int.from_bytes(page[data : data + 8], "little")
                 self._claim_value(first, -(-(PAGE.size + size) // page_bytes))
+            ends.append(data + inside)
             yield page[at + _NODE.size : data], data, size, flags
+        _check_no_gaps(number, page, offsets, ends)
 
     def _nodes(self, number: int, page: bytes) -> Iterator[tuple[bytes, bytes, int]]:
         """Key, data and flags of a leaf's nodes; big values are read too."""
@@ -337,6 +343,21 @@ class _Walk:
         self._used[first : first + count] = b"\1" * count
 
 
+def _check_no_gaps(number: int, page: bytes, offsets: Sequence[int], ends: Sequence[int]) -> None:
+    """Nodes fill a page from `upper` to its end, each padded to an even length.
+
+    LMDB deletes a node by moving those before it. Were one longer than its place, that would move
+    its neighbours too, and take with them where their values lie.
+    """
+    expected = PAGE.unpack_from(page)[4]
+    for at, end in sorted(zip(offsets, ends, strict=True)):
+        if at != expected:
+            raise PagesDamaged(f"page {number} has nodes that overlap or leave a gap")
+        expected = end + end % 2
+    if expected != len(page):
+        raise PagesDamaged(f"page {number} has nodes that overlap or leave a gap")
+
+
 def _fixed_values(number: int, page: bytes, size: int) -> list[bytes]:
     """The values, of one size, that a LEAF2 page holds."""
     _, _, _, lower, upper = PAGE.unpack_from(page)
@@ -345,6 +366,8 @@ def _fixed_values(number: int, page: bytes, size: int) -> list[bytes]:
         raise PagesDamaged(f"page {number} holds values that make no sense")
     if not count or not size:
         raise PagesDamaged(f"page {number} holds no values")
+    if upper != len(page) - count * (size - 2):  # how LMDB counts the room that is left
+        raise PagesDamaged(f"page {number} holds values that make no sense")
     return [page[at : at + size] for at in range(PAGE.size, PAGE.size + count * size, size)]
 
 
