@@ -23,6 +23,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tests fork; the tokenizer's threads must not
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Triton asks once, when it is imported, whether its interpreter shall run the kernels."""
+    if config.getoption("markexpr") != "gpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
 # Everything that could lead a program to the folders or settings of the person who runs the tests.
 USER_VARIABLES = (
     "XDG_DATA_HOME",
