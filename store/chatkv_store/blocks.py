@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from chatkv_store.conversations import Conversations
     from chatkv_store.integrity import Finding
 
+AT_ONCE = 256  # headers that one transaction reads
 COMMIT_BYTES = 32 << 20  # payload per write transaction: bounds its memory and its time
 
 
@@ -168,16 +169,17 @@ class BlockStore:
         block_bytes = layout.block_tokens * ID_BYTES
         found: list[StoredBlock | None] = []
         parent = namespace
-        for at in range(0, len(ids), block_bytes):
-            wanted = ids[at : at + block_bytes]
+        for first in range(0, len(ids), AT_ONCE * block_bytes):
             with self.env.read() as txn:
-                stored = self._tables.longest_child(txn, namespace, parent, wanted, layout)
-            if stored is None:
-                found.append(None)
-            else:
-                key, num_tokens, header = stored
-                found.append(StoredBlock(key, at // ID_BYTES, num_tokens, header))
-            parent = block_key(parent, wanted)
+                for at in range(first, min(first + AT_ONCE * block_bytes, len(ids)), block_bytes):
+                    wanted = ids[at : at + block_bytes]
+                    stored = self._tables.longest_child(txn, namespace, parent, wanted, layout)
+                    if stored is None:
+                        found.append(None)
+                    else:
+                        key, num_tokens, header = stored
+                        found.append(StoredBlock(key, at // ID_BYTES, num_tokens, header))
+                    parent = block_key(parent, wanted)
         return found
 
     def read(self, block: StoredBlock, group: int, out: Bits) -> int:
@@ -354,7 +356,7 @@ class BlockStore:
         last: bytes | None = None
         while True:
             with self.env.read() as txn, txn.cursor(self.db[database]) as cursor:
-                entries = next_entries(cursor, last, 256)
+                entries = next_entries(cursor, last, AT_ONCE)
             if not entries:
                 return
             yield from entries

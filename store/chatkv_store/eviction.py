@@ -38,9 +38,11 @@ class Candidate:
     """A stored block that may go."""
 
     key: bytes
+    namespace: bytes
     num_bytes: int  # payload bytes
     disk_bytes: int  # of the whole pages that its values fill
     worth: float  # expected seconds saved per byte
+    last_use: float | None  # of the sessions that find it, in epoch seconds; None: none does
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,14 @@ def rank(store: BlockStore, conversations: Conversations, now_s: float | None = 
     now_s = conversations.now_s() if now_s is None else now_s
     layouts = known_layouts(store)
     seconds: defaultdict[bytes, float] = defaultdict(float)
+    last_use: dict[bytes, float] = {}
     pinned: set[bytes] = set()
     for session in conversations.list_sessions():
         layout = layouts.get(bytes.fromhex(session.namespace or ""))
         if layout is not None:
             keys = _count(store, conversations, session, layout, seconds, now_s)
+            for key in keys:
+                last_use[key] = max(last_use.get(key, session.updated_at), session.updated_at)
             if session.pinned:
                 pinned |= keys
     candidates = []
@@ -74,7 +79,10 @@ def rank(store: BlockStore, conversations: Conversations, now_s: float | None = 
             worth = UNUSED_ODDS * odds(now_s - header.created) * prefill_s(0, header.num_tokens)
         num_bytes = header.num_payload_bytes
         disk_bytes = sum(pages_of(value.num_bytes) * PAGE_BYTES for value in header.values)
-        candidates.append(Candidate(key, num_bytes, disk_bytes, worth / max(1, num_bytes)))
+        worth /= max(1, num_bytes)
+        candidates.append(
+            Candidate(key, header.namespace, num_bytes, disk_bytes, worth, last_use.get(key))
+        )
     candidates.sort(key=lambda one: (one.worth, one.key))
     return Ranking(candidates, dict(seconds), frozenset(pinned))
 

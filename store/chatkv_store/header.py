@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from chatkv_store.keys import ID_BYTES, block_key
@@ -120,13 +121,23 @@ def unpack(packed: bytes) -> BlockHeader:
         raise HeaderDamaged("header length differs")
     return BlockHeader(
         codec,
-        KVLayout(layers, heads, head_dim, _DTYPES[dtype], block_tokens),
+        _layout(layers, heads, head_dim, _DTYPES[dtype], block_tokens),
         created,
         space,
         parent,
         packed[_PREFIX.size : ids_end],
         tuple(ValueEntry(*entry) for entry in _VALUE.iter_unpack(packed[ids_end:values_end])),
     )
+
+
+_layout = lru_cache(maxsize=64)(KVLayout)  # a store knows few, and has a header for every block
+
+
+def stands_under(packed: bytes | memoryview, parent: bytes, first_id: bytes) -> bool:
+    """Whether a packed header says that its parent and its first token are these; no digest is
+    looked at."""
+    ends = _PREFIX.size - len(parent), _PREFIX.size, _PREFIX.size + len(first_id)
+    return packed[ends[0] : ends[1]] == parent and packed[ends[1] : ends[2]] == first_id
 
 
 def digest(data: bytes | memoryview) -> bytes:

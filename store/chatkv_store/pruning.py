@@ -28,25 +28,18 @@ def choose(
     store: BlockStore, conversations: Conversations, wanted: Wanted, now_s: float
 ) -> list[Candidate]:
     """The blocks that `wanted` takes, each once."""
-    last_use = _last_use(store, conversations)
-    in_scope = {
-        header.key
-        for header in store.headers()
-        if wanted.namespaces is None or header.namespace in wanted.namespaces
-    }
     chosen: list[Candidate] = []
     rest: list[Candidate] = []
     by_model_alone = wanted.older_than_s is None and not wanted.orphans and wanted.max_bytes is None
     for one in rank(store, conversations, now_s).candidates:
-        if one.key not in in_scope:
+        if wanted.namespaces is not None and one.namespace not in wanted.namespaces:
             continue
-        used_at = last_use.get(one.key)
         is_old = (
-            used_at is not None
+            one.last_use is not None
             and wanted.older_than_s is not None
-            and now_s - used_at > wanted.older_than_s
+            and now_s - one.last_use > wanted.older_than_s
         )
-        goes = by_model_alone or is_old or (wanted.orphans and used_at is None)
+        goes = by_model_alone or is_old or (wanted.orphans and one.last_use is None)
         (chosen if goes else rest).append(one)
     if wanted.max_bytes is not None:
         left = store.env.info()["used_bytes"] - sum(one.disk_bytes for one in chosen)
@@ -72,13 +65,3 @@ def unshared_keys(
             else:
                 others.add(block.key)
     return {key: num_bytes for key, num_bytes in mine.items() if key not in others}
-
-
-def _last_use(store: BlockStore, conversations: Conversations) -> dict[bytes, float]:
-    """When a session that finds it was last used, by key; newest of all its sessions."""
-    layouts = known_layouts(store)
-    last: dict[bytes, float] = {}
-    for session in conversations.list_sessions():
-        for block in stored_blocks(store, conversations, session, layouts):
-            last[block.key] = max(last.get(block.key, 0.0), session.updated_at)
-    return last

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Set
+from contextlib import suppress
 from typing import Any
 
 from chatkv_store import header as headers
@@ -63,6 +64,11 @@ class Tables:
         self, txn: Any, namespace: bytes, parent: bytes, ids: bytes, layout: KVLayout
     ) -> tuple[bytes, int, BlockHeader] | None:
         """The child of `parent` that shares most tokens with `ids`: key, tokens shared, header."""
+        with suppress(BlockMiss):  # none shares more than the block of exactly these ids
+            header = self.header(txn, exact := block_key(parent, ids))
+            check_hit(header, namespace, parent, layout)
+            if header.ids == ids:
+                return exact, header.num_tokens, header
         best: tuple[bytes, int, BlockHeader] | None = None
         for key in self.children(txn, parent, ids[:ID_BYTES]):
             try:
