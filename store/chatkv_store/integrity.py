@@ -6,10 +6,13 @@ miss. `verify` finds it before it costs a recomputation, and gives its bytes bac
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from chatkv_store import header as headers
+from chatkv_store.blocks import AT_ONCE
 from chatkv_store.header import BlockHeader, HeaderDamaged
 from chatkv_store.keys import ID_BYTES, KEY_BYTES
 from chatkv_store.tables import child_entry, value_key
@@ -33,8 +36,10 @@ class Finding:
     num_bytes: int = 0  # payload bytes that a repair gives back
 
 
-def verify(store: BlockStore, repair: bool) -> list[Finding]:
+def verify(store: BlockStore, repair: bool, keys: Collection[bytes] | None = None) -> list[Finding]:
     """Every finding of `store`; with `repair`, each is gone afterwards.
+
+    With `keys`, only what is stored under these is looked at; a key without a block is none.
 
     Works in short transactions while others write. A block that is stored in the very moment of
     its repair may be dropped with the damage, which costs time only.
@@ -42,7 +47,7 @@ def verify(store: BlockStore, repair: bool) -> list[Finding]:
     findings: list[Finding] = []
     bad: list[bytes] = []
     unlinked: list[BlockHeader] = []
-    for key, packed in store.scan("blocks"):
+    for key, packed in store.scan("blocks") if keys is None else _stored(store, keys):
         try:
             header = headers.unpack(packed)
             if header.key != key:
@@ -51,42 +56,58 @@ def verify(store: BlockStore, repair: bool) -> list[Finding]:
             findings.append(Finding("header", key.hex(), str(error), _payload_bytes(store, key)))
             bad.append(key)
             continue
-        wrong = _wrong_value(store, key, header)
+        wrong, has_link = _looked_at(store, key, header)
         if wrong is not None:
             findings.append(Finding("value", key.hex(), wrong, _payload_bytes(store, key)))
             bad.append(key)
-        elif not _has_link(store, header):
+        elif not has_link:
             findings.append(Finding("link", key.hex(), "its parent does not know it"))
             unlinked.append(header)
-    orphans = _orphans(store)
+    orphans = _orphans(store) if keys is None else []
     findings += [
         Finding("orphan", key.hex(), "values without a block", _payload_bytes(store, key))
         for key in orphans
     ]
     findings += [
         Finding("link", _child(entry).hex(), "a child that is not there")
-        for entry in _dangling(store)
+        for entry in (_dangling(store) if keys is None else [])
     ]
-    if repair:
+    if repair and findings:
         store.remove([*bad, *(key for key in orphans if not _is_block(store, key))])
         dangling = _dangling(store)  # now also of the blocks just removed
         store.env.write(lambda txn: _mend_links(store, txn, unlinked, dangling))
     return findings
 
 
-def _wrong_value(store: BlockStore, key: bytes, header: BlockHeader) -> str | None:
-    """What is wrong with the first bad value of a block."""
+def _stored(store: BlockStore, keys: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    """Key and packed header of the blocks among `keys`."""
+    for key in keys:
+        with store.env.read() as txn:
+            packed = txn.get(key, db=store.db["blocks"])
+            found = None if packed is None else bytes(packed)
+        if found is not None:
+            yield key, found
+
+
+def _looked_at(store: BlockStore, key: bytes, header: BlockHeader) -> tuple[str | None, bool]:
+    """What is wrong with the first bad value of a block, and whether its parent knows it."""
+    with store.env.read() as txn:
+        with txn.cursor(store.db["children"]) as cursor:
+            has_link = bool(cursor.set_key_dup(header.parent, child_entry(header)))
+        return _wrong_value(store, txn, key, header), has_link
+
+
+def _wrong_value(store: BlockStore, txn: Any, key: bytes, header: BlockHeader) -> str | None:
     if len(header.values) != header.layout.num_values:
         return f"{len(header.values)} values, not {header.layout.num_values}"
     for group, entry in enumerate(header.values):
-        with store.env.read() as txn:
-            payload = txn.get(value_key(key, group), db=store.db["values"])
-            if payload is None:
-                return f"value {group} is missing"
-            if len(payload) != entry.num_bytes:
-                return f"value {group} has {len(payload)} bytes, not {entry.num_bytes}"
-            if headers.digest(payload) != entry.digest:
-                return f"value {group} is damaged: its digest differs"
+        payload = txn.get(value_key(key, group), db=store.db["values"])
+        if payload is None:
+            return f"value {group} is missing"
+        if len(payload) != entry.num_bytes:
+            return f"value {group} has {len(payload)} bytes, not {entry.num_bytes}"
+        if headers.digest(payload) != entry.digest:
+            return f"value {group} is damaged: its digest differs"
     return None
 
 
@@ -102,20 +123,18 @@ def _payload_bytes(store: BlockStore, key: bytes) -> int:
 def _orphans(store: BlockStore) -> list[bytes]:
     """Keys that have values but no block."""
     orphans: list[bytes] = []
-    at = b"\0" * KEY_BYTES
-    while True:
+    at: bytes | None = b"\0" * KEY_BYTES
+    while at is not None:
         with store.env.read() as txn, txn.cursor(store.db["values"]) as cursor:
-            if not cursor.set_range(at):
-                return orphans
-            key = bytes(cursor.key()[:KEY_BYTES])
-            if txn.get(key, db=store.db["blocks"]) is None:
-                orphans.append(key)
-        at = key + b"\xff\xff\xff"  # after the last value number
-
-
-def _has_link(store: BlockStore, header: BlockHeader) -> bool:
-    with store.env.read() as txn, txn.cursor(store.db["children"]) as cursor:
-        return bool(cursor.set_key_dup(header.parent, child_entry(header)))
+            for _ in range(AT_ONCE):
+                if not cursor.set_range(at):
+                    at = None
+                    break
+                key = bytes(cursor.key()[:KEY_BYTES])
+                if txn.get(key, db=store.db["blocks"]) is None:
+                    orphans.append(key)
+                at = key + b"\xff\xff\xff"  # after the last value number
+    return orphans
 
 
 def _is_block(store: BlockStore, key: bytes) -> bool:
@@ -125,18 +144,25 @@ def _is_block(store: BlockStore, key: bytes) -> bool:
 
 def _dangling(store: BlockStore) -> list[tuple[bytes, bytes]]:
     """Entries of `children` whose block is not there, or has another parent."""
-    return [entry for entry in store.scan("children") if not _is_right(store, entry)]
-
-
-def _is_right(store: BlockStore, entry: tuple[bytes, bytes]) -> bool:
-    with store.env.read() as txn:
-        return _is_entry_of(txn.get(_child(entry), db=store.db["blocks"]), entry)
+    dangling: list[tuple[bytes, bytes]] = []
+    entries = store.scan("children")
+    while some := list(islice(entries, AT_ONCE)):
+        with store.env.read() as txn:
+            dangling += [
+                entry
+                for entry in some
+                if not _is_entry_of(txn.get(_child(entry), db=store.db["blocks"]), entry)
+            ]
+    return dangling
 
 
 def _is_entry_of(packed: memoryview | None, entry: tuple[bytes, bytes]) -> bool:
     """Whether `entry` is what the block of this header has with its parent."""
     if packed is None:
         return False
+    parent, child = entry
+    if headers.stands_under(packed, parent, child[:ID_BYTES]):
+        return True
     try:
         header = headers.unpack(bytes(packed))
     except HeaderDamaged:
