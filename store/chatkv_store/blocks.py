@@ -37,6 +37,8 @@ from chatkv_store.tables import (
     check_hit,
     next_entries,
     read_counts,
+    read_since,
+    reset_counts,
     value_key,
     wrong_length,
 )
@@ -299,13 +301,24 @@ class BlockStore:
         return freed
 
     def counters(self) -> dict[str, int]:
-        """What was ever written, evicted and refused here: blocks and payload bytes."""
+        """What was written, evicted, refused and dropped here: blocks and payload bytes."""
         with self.env.read() as txn:
             return read_counts(txn, self.db["meta"])
 
+    def counted_since(self) -> float | None:
+        """When counting began anew, in epoch seconds; None where it never did."""
+        with self.env.read() as txn:
+            return read_since(txn, self.db["meta"])
+
     def count(self, limit_bytes: int | None = None, **amounts: int) -> None:
-        """Add to the counters, in a commit of its own."""
+        """Add to the counters, in a commit of its own that keeps to the budget."""
+        if limit_bytes is None:
+            limit_bytes = self._limit()
         self.env.write(lambda txn: add_counts(txn, self.db["meta"], amounts), limit_bytes)
+
+    def reset_counters(self, now_s: float) -> None:
+        """Count from nothing again, since `now_s` (epoch seconds)."""
+        self.env.write(lambda txn: reset_counts(txn, self.db["meta"], now_s), self._limit())
 
     def headers(self, namespace: bytes | None = None) -> Iterator[BlockHeader]:
         """Every sound header, read in short transactions; damaged ones are left to `verify`."""
@@ -362,6 +375,9 @@ class BlockStore:
             yield from entries
             last = entries[-1][0]
 
+    def _limit(self) -> int | None:
+        return None if self._room is None else self._room.limit()
+
     def _payloads(self, blocks: Sequence[StoredBlock], group: int) -> tuple[Payloads, str | None]:
         """Verified private copies of value `group` of the blocks before the first bad one.
 
@@ -412,8 +428,7 @@ class BlockStore:
             written = self.env.write(work) if self._room is None else self._room.write(batch, work)
         except StoreFull:
             with suppress(StoreError):  # a number for `cache stats`, no more
-                limit = None if self._room is None else self._room.limit()
-                self.count(limit, refused_blocks=len(batch))
+                self.count(refused_blocks=len(batch))
             raise
         self._bad.difference_update(encoded.key for encoded in batch)
         return written

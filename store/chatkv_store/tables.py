@@ -1,6 +1,7 @@
 """The five sub-databases, and what one transaction does with them.
 
-    meta         "format" -> version of the whole store; "counters" -> JSON, see `COUNTER_NAMES`
+    meta         "format" -> version of the whole store; "counters" -> JSON, see `COUNTER_NAMES`;
+                 "counted since" -> epoch seconds, as text
     namespaces   namespace -> JSON for people: model name, layout, ...
     blocks       block key -> header (header.py)
     values       block key + value number -> payload (codec.py)
@@ -26,13 +27,14 @@ from chatkv_store.layout import KVLayout
 
 STORE_FORMAT = 1
 
-COUNTERS = b"counters"
+COUNTERS, COUNTED_SINCE = b"counters", b"counted since"
 COUNTER_NAMES = (
     "written_blocks",
     "written_bytes",
     "evicted_blocks",  # to make room for others
     "evicted_bytes",
     "refused_blocks",  # for want of room, to be computed again one day
+    "dropped_blocks",  # ... because the disk could not follow, or failed
 )
 
 DATABASES: dict[str, dict[str, bool]] = {
@@ -219,6 +221,20 @@ def add_counts(txn: Any, meta: Any, amounts: Mapping[str, int]) -> None:
     for name, amount in amounts.items():
         counts[name] += amount
     txn.put(COUNTERS, json.dumps(counts).encode(), db=meta)
+
+
+def reset_counts(txn: Any, meta: Any, now_s: float) -> None:
+    """Let the counters begin anew at `now_s`."""
+    add_counts(txn, meta, {name: -number for name, number in read_counts(txn, meta).items()})
+    txn.put(COUNTED_SINCE, b"%r" % now_s, db=meta)
+
+
+def read_since(txn: Any, meta: Any) -> float | None:
+    """When the counters began anew; None where they never did, or that cannot be read."""
+    stored = txn.get(COUNTED_SINCE, db=meta)
+    with suppress(ValueError):
+        return None if stored is None else float(bytes(stored))
+    return None
 
 
 def check_format(env: Environment) -> None:

@@ -1,7 +1,8 @@
 """Saving KV in the background, so that it never delays a token.
 
 The queue is bounded in bytes. When the disk cannot follow, blocks are dropped and counted instead
-of making the caller wait: a dropped block is recomputed some day, and costs time only.
+of making the caller wait: a dropped block is recomputed some day, and costs time only. Those that
+were not written after all are added to the store's counters when the writer closes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from chatkv_store.errors import StoreError
+from chatkv_store.errors import StoreError, StoreFull
+from chatkv_store.keys import block_key
 
 if TYPE_CHECKING:
     from chatkv_store.blocks import BlockStore
@@ -59,6 +61,7 @@ class BlockWriter:
         self._closing = False
         self._written = self._skipped = self._dropped = self._num_bytes = 0
         self._error: str | None = None
+        self._lost: set[bytes] = set()  # keys of blocks that were dropped, and not queued since
         self._thread = threading.Thread(target=self._run, name="kv-writer", daemon=True)
         self._thread.start()
 
@@ -73,8 +76,10 @@ class BlockWriter:
         num_bytes = sum(len(block.token_ids) for block in blocks) * layout.bytes_per_token
         with self._changed:
             if self._closing or self._queued_bytes + num_bytes > self._max_queued_bytes:
-                self._dropped += len(blocks)
+                self._drop(blocks)
                 return False
+            if self._lost:
+                self._lost.difference_update(_keys(blocks))
             self._jobs.append(_Job(namespace, layout, blocks, codec, num_bytes))
             self._queued_bytes += num_bytes
             self._changed.notify_all()
@@ -99,8 +104,12 @@ class BlockWriter:
         done = self.flush(timeout)
         with self._changed:
             while len(self._jobs) > 1:  # none where the flush was complete
-                self._drop(self._jobs.pop())
+                job = self._jobs.pop()
+                self._queued_bytes -= job.num_bytes
+                self._drop(job.blocks)
         self._thread.join(timeout)
+        if done:
+            self._count_lost()
         return done
 
     def stats(self) -> WriterStats:
@@ -144,17 +153,31 @@ class BlockWriter:
             result = self._store.put(job.namespace, job.layout, job.blocks, job.codec)
         except Exception as error:  # a lost block is no reason to lose the thread and all others
             with self._changed:
-                self._dropped += len(job.blocks)
+                self._drop(job.blocks)
                 self._error = str(error) if isinstance(error, StoreError) else repr(error)
+                if isinstance(error, StoreFull):  # the store has counted them as refused
+                    self._lost.difference_update(_keys(job.blocks))
             return
         with self._changed:
             self._written += result.written
             self._skipped += result.skipped
             self._num_bytes += result.num_bytes
 
-    def _drop(self, job: _Job) -> None:
-        self._dropped += len(job.blocks)
-        self._queued_bytes -= job.num_bytes
+    def _drop(self, blocks: Sequence[NewBlock]) -> None:
+        self._dropped += len(blocks)
+        self._lost.update(_keys(blocks))
+
+    def _count_lost(self) -> None:
+        with self._changed:
+            num_lost = len(self._lost)
+            self._lost.clear()
+        if num_lost:
+            with suppress(StoreError):  # a number for `cache stats`, no more
+                self._store.count(dropped_blocks=num_lost)
+
+
+def _keys(blocks: Sequence[NewBlock]) -> list[bytes]:
+    return [block_key(block.parent, block.token_ids) for block in blocks]
 
 
 def _yield_to_others() -> None:

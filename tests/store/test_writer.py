@@ -63,6 +63,32 @@ def test_a_full_queue_drops_and_counts(store: BlockStore) -> None:
         assert writer.flush(30)
         assert writer.submit(SPACE, SMALL, [gate.block([5])]), "there is room again"
     assert (writer.stats().written, writer.stats().dropped) == (3, 1)
+    assert store.counters()["dropped_blocks"] == 0, "it was written after all"
+
+
+def test_what_was_never_written_is_in_the_counters_once(tmp_path: Path) -> None:
+    def broken(group: int) -> Any:
+        raise OSError("no such thing")
+
+    gate = Gate()
+    with BlockStore(tmp_path / "kv") as store:
+        with BlockWriter(store, max_queued_bytes=B * SMALL.bytes_per_token) as writer:
+            writer.submit(SPACE, SMALL, [gate.block(list(range(B)))])
+            assert gate.entered.wait(30)
+            for _ in range(3):  # as a saver does that tries again
+                assert not writer.submit(SPACE, SMALL, chain(SMALL, [5], kv_bits(SMALL, 1)))
+            assert store.counters()["dropped_blocks"] == 0, "nothing is written beside the queue"
+            gate.open.set()
+            assert writer.flush(30)
+            writer.submit(SPACE, SMALL, [NewBlock(SPACE, [1, 2], broken)])
+        assert writer.stats().dropped == 4
+        assert store.counters()["dropped_blocks"] == 2
+    with BlockStore(tmp_path / "kv") as store:
+        assert store.counters()["dropped_blocks"] == 2
+        store.reset_counters(1234.5)
+        assert set(store.counters().values()) == {0} and store.counted_since() == 1234.5
+        store.count(written_blocks=3)
+        assert store.counters()["written_blocks"] == 3 and store.counted_since() == 1234.5
 
 
 def test_a_failing_block_is_counted_and_the_next_is_written(store: BlockStore) -> None:
@@ -90,6 +116,8 @@ def test_a_store_without_room_is_reported(tmp_path: Path) -> None:
         stats = writer.stats()
     assert stats.dropped == 100
     assert stats.error is not None and "cap" in stats.error
+    with BlockStore(tmp_path / "kv", max_bytes=1 << 20) as store:
+        assert store.counters()["dropped_blocks"] == 0, "these are counted as refused"
 
 
 def test_closing_in_a_hurry_drops_what_waits(store: BlockStore) -> None:
