@@ -41,6 +41,8 @@ Progress = Callable[[str, int, int], None]
 
 # KV of live conversations may take this share of the memory that is free at the start.
 POOL_SHARE_OF_MEMORY = 0.25
+# More would hardly be used at once by one person, and memory that was used is not given back.
+POOL_CONVERSATIONS = 8
 
 
 class Runtime:
@@ -70,17 +72,15 @@ class Runtime:
         chosen = choose_dtype(folders.cache) if dtype == "auto" else dtype
         self.prepared = prepare(files, chosen, folders.models, on_progress)
         config = self.prepared.config
+        self._memory_bytes = int(_available_bytes() * POOL_SHARE_OF_MEMORY)
         self.tokenizer = Tokenizer.from_prepared(self.prepared)
         # A template that fails does so now, and the first turn need not wait for its compiler.
         self._template(time.time()).render([{"role": "user", "content": "Hello"}])
         weights = load_weights(self.prepared)
         decoder = Decoder(config, weights, max_position=self._max_tokens())
-        self.engine = Engine(
-            decoder,
-            BlockPool(
-                config, -(-self._max_tokens() // BLOCK_TOKENS), decoder.dtype, decoder.device
-            ),
-        )
+        num_blocks = -(-self._memory_tokens() // BLOCK_TOKENS)
+        self.engine = Engine(decoder, BlockPool(config, num_blocks, decoder.dtype, decoder.device))
+        self._open.callback(self.engine.close)
         self.layout = KVLayout(
             config.num_layers, config.num_kv_heads, config.head_dim, chosen, BLOCK_TOKENS
         )
@@ -203,18 +203,23 @@ class Runtime:
         return template
 
     def _max_tokens(self) -> int:
-        """The model's context, or what a quarter of the free memory holds of it."""
+        """The model's context, or what memory holds of it."""
+        return min(self.prepared.config.max_position, self._memory_tokens())
+
+    def _memory_tokens(self) -> int:
+        """Tokens of KV that a quarter of the free memory holds, at most those of
+        POOL_CONVERSATIONS whole contexts."""
         config = self.prepared.config
         bits = 4 if self.prepared.dtype == "float32" else 2
         per_token = config.num_layers * 2 * config.num_kv_heads * config.head_dim * bits
-        budget = int(_available_bytes() * POOL_SHARE_OF_MEMORY)
-        fits = budget // per_token // BLOCK_TOKENS * BLOCK_TOKENS
+        fits = self._memory_bytes // per_token // BLOCK_TOKENS * BLOCK_TOKENS
         if fits < BLOCK_TOKENS:
             raise ModelError(
                 f"{self.prepared.name} needs {per_token} bytes of memory per token and only "
-                f"{budget} bytes are to be had: close other programs or take a smaller model"
+                f"{self._memory_bytes} bytes are to be had: close other programs or take a "
+                "smaller model"
             )
-        return min(config.max_position, fits)
+        return min(config.max_position * POOL_CONVERSATIONS, fits)
 
     def _resumed_with(self) -> dict[str, Any]:
         """What a session goes on with, unless its user says otherwise. The dtype is part of it:

@@ -89,7 +89,7 @@ class Bench:
     def __init__(self, runtime: Any, home: Path, num_tokens: int, repeat: int) -> None:
         import torch
 
-        from chatkv.engine.engine import TokenSequence
+        from chatkv.engine.sequence import TokenSequence
         from chatkv.restore.saver import DiskTier
         from chatkv_store.writer import BlockWriter
 
@@ -165,7 +165,7 @@ class Bench:
         return statistics.median(times)
 
     def _once(self, num_tokens: int, way: str, prefill: bool = True) -> None:
-        from chatkv.engine.engine import TokenSequence
+        from chatkv.engine.sequence import TokenSequence
 
         sequence = TokenSequence()
         planned = self._plan(num_tokens, way, sequence)
@@ -180,7 +180,7 @@ class Bench:
             self.engine.pool.release(sequence.run)
 
     def _plan(self, num_tokens: int, way: str, sequence: Any = None) -> Any:
-        from chatkv.engine.engine import TokenSequence
+        from chatkv.engine.sequence import TokenSequence
 
         ids = self.ids[:num_tokens] + self.ids[-PROMPT_TOKENS:]
         return self.restorer.plan(sequence or TokenSequence(), ids, num_tokens - 1, way)

@@ -267,7 +267,7 @@ class OurRun:
     """Prefill and decode as a turn does them."""
 
     def __init__(self, engine: Any, ids: Any) -> None:
-        from chatkv.engine.engine import TokenSequence
+        from chatkv.engine.sequence import TokenSequence
 
         self.engine, self.ids = engine, ids.tolist()
         self.sequence = TokenSequence()

@@ -7,66 +7,64 @@ sequence writes its KV into the pool and moves `num_cached`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from chatkv.engine.pool import BLOCK_TOKENS, BlockPool, Run, RunSpan
+from chatkv.engine.budget import CHUNK_TOKENS
+from chatkv.engine.memory import Memory
+from chatkv.engine.pool import BLOCK_TOKENS, BlockPool, RunSpan
 from chatkv.engine.sampling import Sampler
+from chatkv.engine.scheduler import POLL_S, Cancelled, Piece, Scheduler
+from chatkv.engine.sequence import TokenSequence
 from chatkv.errors import ContextFull
 from chatkv.model.decoder import Decoder
 
-# Tokens per prefill chunk: the unit of progress and of cancelling. 256 lost 10% of the rate on
-# two cores, 1024 won 2% and doubled the wait for Ctrl-C.
-CHUNK_TOKENS = 512
+
+class LayerMissing(Exception):
+    """KV that was to arrive did not: what attended to it is of no use."""
 
 
 class Arriving(Protocol):
     """KV that others are putting into a sequence's run while it is prefilled."""
 
+    @property
+    def wait_layer(self) -> Callable[[int], None] | None:
+        """Waits until a layer's KV is in the run; raises LayerMissing where some never will be.
+        None: whatever `next_gap` counts as there is there in all layers."""
+
     def next_gap(self, position: int, total: int, limit: int) -> tuple[int, int]:
-        """The next tokens to compute, [start, stop): start >= position, all before start have
-        their KV; at most `limit` tokens, at least the last of `total`."""
+        """The next tokens to compute, [start, stop): start >= position unless a layer was missing,
+        all before start have their KV; at most `limit` tokens, at least the last of `total`."""
 
 
-class Cancelled(Exception):
-    """The caller's `cancelled` said so; the sequence keeps what is computed."""
-
-
-@dataclass(eq=False)
-class TokenSequence:
-    """The token ids of one conversation, and how many of them have their KV in the pool.
-
-    Invariant: KV of ids[:num_cached] is in `run`; num_cached <= len(ids).
-    """
-
-    ids: list[int] = field(default_factory=list)
-    run: Run = field(default_factory=Run)
-    num_cached: int = 0
-
-    def common_prefix(self, ids: Sequence[int]) -> int:
-        """How many leading tokens of `ids` have their KV here."""
-        cached = self.ids[: self.num_cached]
-        if cached == ids[: self.num_cached]:
-            return self.num_cached
-        pairs = enumerate(zip(cached, ids, strict=False))
-        return next(
-            (at for at, (mine, theirs) in pairs if mine != theirs), min(len(ids), len(cached))
-        )
-
-    def become(self, ids: Sequence[int], num_cached: int) -> None:
-        """Hold `ids`, the first num_cached of which (at most `common_prefix`) keep their KV."""
-        self.ids, self.num_cached = list(ids), num_cached
+class Preempted(Exception):
+    """Others need the memory: an answer has to step back until they are done."""
 
 
 @dataclass
 class Engine:
-    """One decoder and its block pool."""
+    """One decoder and its block pool, for any number of turns at once.
+
+    max_idle_tokens: KV that may stay in the pool between turns; by default half of it.
+    """
 
     decoder: Decoder
     pool: BlockPool
+    max_idle_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        idle = self.max_idle_tokens
+        if idle is None:
+            idle = self.pool.num_blocks * BLOCK_TOKENS // 2
+        self.memory = Memory(self.pool, idle)
+        self.scheduler = Scheduler(self._forward)
+
+    def close(self) -> None:
+        """End the thread that computes."""
+        self.scheduler.close()
 
     @property
     def max_tokens(self) -> int:
@@ -79,10 +77,11 @@ class Engine:
         on_progress: Callable[[int, int], None] | None = None,
         cancelled: Callable[[], bool] | None = None,
         arriving: Arriving | None = None,
+        is_background: bool = False,
     ) -> Tensor:
         """Compute every id that has no KV yet; logits after the last one, [vocab_size] float32.
 
-        What `arriving` brings meanwhile is skipped.
+        What `arriving` brings meanwhile is skipped. Waits for room that others are using.
 
         on_progress(done, total) is told after every chunk. Raises Cancelled between chunks and
         ContextFull before anything is computed.
@@ -94,18 +93,22 @@ class Engine:
                 f"{self.max_tokens}: start a new session or fork an earlier turn"
             )
         assert sequence.num_cached < total, "prefill needs at least one token to compute"
-        self.pool.reserve(sequence.run, total)
+        self.reserve(sequence, cancelled)
         logits = None
         while sequence.num_cached < total:
             if cancelled is not None and cancelled():
                 raise Cancelled
-            stop = min(sequence.num_cached + CHUNK_TOKENS, total)
+            piece = Piece(sequence, total, is_background=is_background)
             if arriving is not None:
                 gap = arriving.next_gap(sequence.num_cached, total, CHUNK_TOKENS)
-                sequence.num_cached, stop = gap
-            logits = self._forward(sequence, stop)
+                sequence.num_cached, piece.stop = gap
+                piece.wait_layer = arriving.wait_layer
+            try:
+                logits = self.scheduler.run(piece, cancelled)
+            except LayerMissing:
+                continue  # the next gap begins where the KV ends
             if on_progress is not None:
-                on_progress(stop, total)
+                on_progress(sequence.num_cached, total)
         assert logits is not None
         return logits
 
@@ -121,21 +124,54 @@ class Engine:
         """Sample tokens one by one, each appended to the sequence and yielded with the logits it
         was drawn from. Ends after a stop id, max_new_tokens, a full context or a cancel; the last
         token yielded has no KV yet.
-        """
-        for count in range(max_new_tokens):
-            token = sampler.pick(logits)
-            sequence.ids.append(token)
-            yield token, logits
-            last = token in stop_ids or count + 1 == max_new_tokens
-            if last or len(sequence.ids) >= self.max_tokens or (cancelled and cancelled()):
-                return
-            self.pool.reserve(sequence.run, len(sequence.ids))
-            logits = self._forward(sequence, len(sequence.ids))
 
-    def _forward(self, sequence: TokenSequence, stop: int) -> Tensor:
-        start = sequence.num_cached
-        ids = torch.tensor(sequence.ids[start:stop], device=self.decoder.device)
-        span = RunSpan(self.pool, sequence.run, start, stop - start)
-        logits = self.decoder.forward(ids, [span])[0]
-        sequence.num_cached = stop
-        return logits
+        Raises Preempted where its next block finds no room beside those of others: give its blocks
+        back, and call again with the logits after its last id.
+        """
+        with self.scheduler.decoding():
+            for count in range(max_new_tokens):
+                token = sampler.pick(logits)
+                sequence.ids.append(token)
+                yield token, logits
+                last = token in stop_ids or count + 1 == max_new_tokens
+                if last or len(sequence.ids) >= self.max_tokens or (cancelled and cancelled()):
+                    return
+                self._grow(sequence)
+                logits = self.scheduler.run(Piece(sequence, len(sequence.ids), is_decode=True))
+
+    def reserve(self, sequence: TokenSequence, cancelled: Callable[[], bool] | None = None) -> None:
+        """Room for all of the sequence's ids, when others have given it back; waits for that.
+
+        Raises Cancelled, and ContextFull where nobody is left who could give any back.
+        """
+        while True:
+            try:
+                return self.pool.reserve(sequence.run, len(sequence.ids))
+            except ContextFull:
+                if self.memory.num_in_use <= 1:
+                    raise
+            if cancelled is not None and cancelled():
+                raise Cancelled
+            self.pool.wait_for_room(POLL_S)
+
+    def _grow(self, sequence: TokenSequence) -> None:
+        try:
+            self.pool.reserve(sequence.run, len(sequence.ids))
+        except ContextFull:
+            if self.memory.num_in_use <= 1:
+                raise
+            raise Preempted from None
+
+    def _forward(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
+        """One pass of the model over the new tokens of several sequences."""
+        ids: list[int] = []
+        spans = []
+        for piece in pieces:
+            sequence = piece.sequence
+            ids += sequence.ids[sequence.num_cached : piece.stop]
+            spans.append(
+                RunSpan(
+                    self.pool, sequence.run, sequence.num_cached, piece.length, piece.wait_layer
+                )
+            )
+        return list(self.decoder.forward(torch.tensor(ids, device=self.decoder.device), spans))

@@ -7,6 +7,8 @@ moves to where it can.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -46,6 +48,8 @@ class BlockPool:
 
     kv: [num_layers, 2 (keys, values), num_kv_heads, num_blocks * BLOCK_TOKENS, head_dim].
     Memory is committed by the system as it is first written, so a large pool costs little.
+    Several threads may reserve and release, each only the runs of its own turn; `reclaim` is asked
+    for room where there is none, until it says that it has no more to give.
     """
 
     config: ModelConfig
@@ -53,8 +57,10 @@ class BlockPool:
     dtype: torch.dtype
     device: torch.device
     runs: list[Run] = field(default_factory=list)
+    reclaim: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
+        self._changed = threading.Condition(threading.RLock())
         config = self.config
         slots = self.num_blocks * BLOCK_TOKENS
         self.kv = torch.empty(
@@ -68,7 +74,8 @@ class BlockPool:
 
     @property
     def free_blocks(self) -> int:
-        return self.num_blocks - sum(run.num_blocks for run in self.runs)
+        with self._changed:
+            return self.num_blocks - sum(run.num_blocks for run in self.runs)
 
     def reserve(self, run: Run, num_tokens: int) -> None:
         """Make room in `run` for num_tokens tokens in all; its KV keeps its values.
@@ -78,34 +85,57 @@ class BlockPool:
         needed = -(-num_tokens // BLOCK_TOKENS)
         if needed <= run.num_blocks:
             return
-        if run.num_blocks and needed <= self._room_after(run):
-            run.num_blocks = needed
-            return
-        start, size = max(self._gaps(), key=lambda gap: gap[1], default=(0, 0))
-        if size < needed:
-            raise ContextFull(
-                f"{num_tokens} tokens do not fit into memory: "
-                f"{self.free_blocks * BLOCK_TOKENS} tokens of KV are free"
-            )
-        # Not right behind a neighbour where there is room to spare: both may have to grow.
-        first = start + (size - needed) // 2 if start else start
-        old = slice(run.first_slot, run.first_slot + run.capacity)
-        if run.num_blocks:
-            slot = first * BLOCK_TOKENS
-            self.kv[:, :, :, slot : slot + run.capacity] = self.kv[:, :, :, old].clone()
-        else:
-            self.runs.append(run)
-        run.first_block, run.num_blocks = first, needed
+        with self._changed:
+            while (first := self._place(run, needed)) is None:
+                if not self.reclaim():
+                    raise ContextFull(
+                        f"{num_tokens} tokens do not fit into memory: "
+                        f"{self.free_blocks * BLOCK_TOKENS} tokens of KV are free"
+                    )
+            if not run.num_blocks:
+                self.runs.append(run)
+            elif first != run.first_block:
+                old = slice(run.first_slot, run.first_slot + run.capacity)
+                slot = first * BLOCK_TOKENS
+                self.kv[:, :, :, slot : slot + run.capacity] = self.kv[:, :, :, old].clone()
+            run.first_block, run.num_blocks = first, needed
 
     def release(self, run: Run) -> None:
         """Give the run's blocks back; the run is empty then."""
-        self.runs = [other for other in self.runs if other is not run]
-        run.first_block = run.num_blocks = 0
+        with self._changed:
+            self.runs = [other for other in self.runs if other is not run]
+            run.first_block = run.num_blocks = 0
+            self._changed.notify_all()
+
+    def notify(self) -> None:
+        """Somebody may have become able to give room."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_for_room(self, timeout_s: float) -> None:
+        """Wait until blocks are given back, or may be, but not for longer than that."""
+        with self._changed:
+            self._changed.wait(timeout_s)
 
     def slots(self, run: Run, start: int, stop: int) -> Tensor:
         """View of the KV of a run's tokens [start, stop) in every layer, shaped as `kv`."""
         base = run.first_slot
         return self.kv[:, :, :, base + start : base + stop]
+
+    def _place(self, run: Run, needed: int) -> int | None:
+        """The first block of a stretch where the run can have `needed` blocks, None where none is
+        free: where it is, in the largest gap, or over both gaps around it."""
+        if run.num_blocks and needed <= self._room_after(run):
+            return run.first_block
+        start, size = max(self._gaps(), key=lambda gap: gap[1], default=(0, 0))
+        if size >= needed:
+            # Not right behind a neighbour where there is room to spare: both may have to grow.
+            return start + (size - needed) // 2 if start else start
+        if run.num_blocks:
+            before = max((o.end for o in self.runs if o.end <= run.first_block), default=0)
+            if run.first_block - before + self._room_after(run) >= needed:
+                return before
+        return None
 
     def _room_after(self, run: Run) -> int:
         """Blocks this run could have without moving."""
@@ -130,6 +160,7 @@ class RunSpan:
     run: Run
     start: int
     length: int
+    wait_layer: Callable[[int], None] | None = None  # for KV of this run that is still arriving
 
     def __post_init__(self) -> None:
         self._base = self.run.first_slot
@@ -137,6 +168,8 @@ class RunSpan:
         self._end = self._new + self.length
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if self.wait_layer is not None:
+            self.wait_layer(layer)
         pool_keys, pool_values = self.pool.keys[layer], self.pool.values[layer]
         pool_keys[:, self._new : self._end].copy_(keys.transpose(0, 1))
         pool_values[:, self._new : self._end].copy_(values.transpose(0, 1))

@@ -34,6 +34,8 @@ class BothEnds:
     flight for prefill to wait for when the ends meet.
     """
 
+    wait_layer = None  # a block counts as there when all its layers are
+
     def __init__(
         self,
         blocks: Sequence[StoredBlock | None],
@@ -55,6 +57,13 @@ class BothEnds:
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="kv-from-the-end", daemon=True)
         self._thread.start()
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What a user should know of it by now."""
+        if self.error is None:
+            return ()
+        return (f"loading stopped, the rest was computed: {self.error}",)
 
     def next_gap(self, position: int, total: int, limit: int) -> tuple[int, int]:
         """The next tokens to compute, [start, stop) with start >= position and at most `limit` of

@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from chatkv.engine.engine import Engine, TokenSequence
+from chatkv.engine.engine import Engine
+from chatkv.engine.sequence import TokenSequence
 from chatkv.restore.cost import CostModel
 from chatkv.restore.saver import DiskTier, Saver, pool_bits
 from chatkv_store.blocks import BlockStore, StoredBlock

@@ -12,19 +12,26 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from chatkv.engine.engine import Engine, TokenSequence
+from chatkv.engine.engine import Engine
 from chatkv.engine.pool import BLOCK_TOKENS
+from chatkv.engine.sequence import TokenSequence
 from chatkv.errors import PersistenceError
 from chatkv.model.rope import inverse_frequencies
 from chatkv.restore.both_ends import BothEnds
 from chatkv.restore.calibration import Calibration, Progress, calibrate
 from chatkv.restore.cost import CostFile
+from chatkv.restore.layers import Arrived, LayerLoad
 from chatkv.restore.plan import Plan, Situation, Wanted, choose, survey
 from chatkv.restore.saver import DiskTier, Saver, pool_bits
 from chatkv_store.blocks import Match, StoredBlock
 from chatkv_store.errors import StoreError
 from chatkv_store.layout import KVLayout
 from chatkv_store.loader import default_threads, load_blocks
+
+# Loading that leaves the cores idle for less than this is not worth computing beside it.
+OVERLAP_S = 0.02
+# How long others wait at most for the KV that they displace to be on disk.
+SWAP_S = 5.0
 
 # Restoring from both ends, the loader reads runs of blocks that take about this long: prefill may
 # have to wait for one of them.
@@ -48,29 +55,33 @@ class Restored:
 
     plan: Plan
     reused: int
-    loaded: int = 0
-    loaded_bytes: int = 0
-    load_s: float = 0.0
-    load_cpu_s: float = 0.0  # of all threads together
+    arrived: Arrived | None = None  # loaded before prefill begins
+    arriving: BothEnds | LayerLoad | None = None  # on its way still; close it after the prefill
     notices: tuple[str, ...] = ()
-    arriving: BothEnds | None = None  # what is on its way still; close it after the prefill
 
     @property
     def all_notices(self) -> tuple[str, ...]:
         """`notices`, and what has become known since."""
-        if self.arriving is None or self.arriving.error is None:
-            return self.notices
-        return (*self.notices, f"loading stopped, the rest was computed: {self.arriving.error}")
+        late = self.arrived or self.arriving
+        return (*self.notices, *(late.notices if late else ()))
 
     @property
     def num_bytes(self) -> int:
         """Payload bytes that were read from the disk until now."""
-        return self.loaded_bytes + (self.arriving.num_bytes if self.arriving else 0)
+        source = self.arrived or self.arriving
+        return source.num_bytes if source else 0
 
     @property
     def num_loaded(self) -> int:
         """Tokens that came from the disk until now."""
-        return self.loaded + (self.arriving.num_loaded if self.arriving else 0)
+        if self.arrived is not None:
+            return self.arrived.num_cached - self.reused
+        return self.arriving.num_loaded if self.arriving else 0
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that prefill has waited for KV on its way."""
+        return self.arriving.waited_s if isinstance(self.arriving, LayerLoad) else 0.0
 
 
 class Restorer:
@@ -102,11 +113,14 @@ class Restorer:
         wanted: Wanted = "auto",
         exact: bool = False,
     ) -> Planned:
-        """Decide how `sequence` is to come to hold the KV of `ids`; changes and reads no KV.
+        """Decide how `sequence` is to come to hold the KV of `ids`. What another sequence in memory
+        begins with alike is copied already; nothing else is changed or read.
 
         history: leading ids whose KV an earlier turn has computed, so that it should be found.
         Raises PersistenceError where `exact` forbids what would have to be done.
         """
+        if self.disk is None or not self.disk.is_lossy:  # else KV of two kinds might meet
+            self.engine.memory.share(sequence, ids)
         in_pool = min(sequence.common_prefix(ids), len(ids) - 1)
         if exact and self.disk is not None and self.disk.is_lossy and in_pool < history:
             raise PersistenceError(
@@ -134,10 +148,10 @@ class Restorer:
             self._saver.begin(sequence, [block for block in planned.stored if block is not None])
         result = Restored(planned.plan, reused=situation.in_pool)
         if planned.plan.chosen == "reload" and planned.match is not None:
-            result = self._load(sequence, planned.match, result, on_progress)
+            result = self._reload(sequence, planned.match, result, on_progress)
         elif planned.plan.chosen == "both":
             result = replace(result, arriving=self._load_from_the_end(sequence, planned))
-        return replace(result, notices=result.notices + self._alarm(sequence, planned))
+        return replace(result, notices=self._alarm(sequence, planned))
 
     def save(self, sequence: TokenSequence, tail: bool = False) -> None:
         """Hand what was computed since the last call to the disk tier (see `Saver.save`)."""
@@ -159,16 +173,25 @@ class Restorer:
     def learn(self, restored: Restored, num_computed: int, prefill_s: float) -> None:
         """Correct the cost model by what a turn took. A restore from both ends says nothing about
         either rate alone."""
-        if restored.arriving is not None:
+        arriving = restored.arriving
+        if isinstance(arriving, BothEnds):
             return
-        if restored.loaded:
-            self.cost = self.cost.after_load(
-                restored.loaded, restored.load_s, restored.load_cpu_s / default_threads()
-            )
+        arrived = arriving.arrived if arriving is not None else restored.arrived
+        if arrived is not None and restored.num_loaded:
+            cpu_s = 0.0 if arriving is not None else arrived.cpu_s / default_threads()
+            self.cost = self.cost.after_load(restored.num_loaded, arrived.seconds, cpu_s)
         if num_computed:
-            start = restored.reused + restored.loaded
+            start = restored.reused + restored.num_loaded
             self.cost = self.cost.after_prefill(start, start + num_computed, prefill_s)
         self._costs.save(self._cost_key, self._label, self.cost)
+
+    def swap_out(self, sequence: TokenSequence) -> None:
+        """Give the sequence's memory to others; its KV goes to the disk as far as that keeps up."""
+        self.save(sequence, tail=True)
+        if self.disk is not None:
+            self.disk.writer.flush(SWAP_S)
+        self.engine.pool.release(sequence.run)
+        sequence.num_cached = 0
 
     # --- inside ---------------------------------------------------------------------------------
 
@@ -197,44 +220,73 @@ class Restorer:
             found.pop()
         return found
 
-    def _load(
+    def _reload(
         self,
         sequence: TokenSequence,
         match: Match,
         result: Restored,
         on_progress: Callable[[int, int], None] | None,
     ) -> Restored:
+        """Load the history, or begin to, where prefill may as well start on its first layers."""
+        assert self._saver is not None
+        self.engine.pool.reserve(sequence.run, len(sequence.ids))
+        self._saver.loaded(sequence, match.blocks)
+        groups = self.layout.num_values
+
+        def load(on_group: Callable[[int, int], None] | None = None) -> Arrived:
+            def done(group: int, num_cached: int) -> None:
+                if on_group is not None:
+                    on_group(group, num_cached)
+                if on_progress is not None:
+                    on_progress(group + 1, groups)
+
+            return self._load(sequence, match, result.reused, done)
+
+        expected = max(result.reused, min(match.num_tokens, len(sequence.ids) - 1))
+        if self._may_overlap(expected - result.reused):
+            layers = LayerLoad(result.reused, expected, self.layout, load)
+            return replace(result, arriving=layers)
+        arrived = load()
+        sequence.num_cached = arrived.num_cached
+        return replace(result, arrived=arrived)
+
+    def _may_overlap(self, num_tokens: int) -> bool:
+        """Whether the new prompt should start while history loads: not where loading is the work
+        of the cores that would compute, nor where the model is busy with others meanwhile."""
+        cost, is_alone = self.cost, self.engine.memory.num_in_use <= 1
+        idle_s = num_tokens * (cost.load_s_per_token - cost.load_cpu_s_per_token)
+        return is_alone and self.layout.num_values > 1 and idle_s > OVERLAP_S
+
+    def _load(
+        self,
+        sequence: TokenSequence,
+        match: Match,
+        reused: int,
+        on_group: Callable[[int, int], None],
+    ) -> Arrived:
         """Read the matched blocks that are not in the pool yet. Those that turn out to be damaged
         end the useful part, and are dropped from the store so that they can be written again."""
-        assert self.disk is not None and self._saver is not None
+        assert self.disk is not None
         began, cpu_began = time.perf_counter(), time.process_time()
-        self.engine.pool.reserve(sequence.run, len(sequence.ids))
-        first = result.reused // BLOCK_TOKENS
+        first = reused // BLOCK_TOKENS
         blocks = match.blocks[first:]
-        groups = self.layout.num_values
         loaded = load_blocks(
             self.disk.store,
             blocks,
             self.layout,
             pool_bits(self.engine.pool, sequence),
             default_threads(),
-            on_group_done=lambda group, _: on_progress and on_progress(group + 1, groups),
+            on_group_done=lambda group, num_ok: on_group(group, first * BLOCK_TOKENS + num_ok),
         )
-        usable = max(result.reused, first * BLOCK_TOKENS + loaded.num_tokens_ok)
-        sequence.num_cached = usable
-        self._saver.loaded(sequence, [block for block in blocks if block.start < usable])
-        notices: tuple[str, ...] = ()
+        usable = max(reused, first * BLOCK_TOKENS + loaded.num_tokens_ok)
         if loaded.misses:
-            damaged = next(b for b in blocks if b.start + b.num_tokens > usable)
-            self._drop(sequence, damaged)
-            notices = (f"stored KV is unusable and computed again: {loaded.misses[0]}",)
-        return replace(
-            result,
-            loaded=usable - result.reused,
-            loaded_bytes=loaded.bytes_read,
-            load_s=time.perf_counter() - began,
-            load_cpu_s=time.process_time() - cpu_began,
-            notices=notices,
+            self._drop(sequence, next(b for b in blocks if b.start + b.num_tokens > usable))
+        return Arrived(
+            usable,
+            loaded.bytes_read,
+            time.perf_counter() - began,
+            time.process_time() - cpu_began,
+            loaded.misses[0] if loaded.misses else None,
         )
 
     def _load_from_the_end(self, sequence: TokenSequence, planned: Planned) -> BothEnds:

@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from chatkv.engine.engine import TokenSequence
 from chatkv.engine.pool import BLOCK_TOKENS, BlockPool
+from chatkv.engine.sequence import TokenSequence
 from chatkv_store import codec as codecs
 from chatkv_store.blocks import BlockStore
 from chatkv_store.chain import NewBlock, StoredBlock

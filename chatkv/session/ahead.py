@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from chatkv.engine.engine import Cancelled
+from chatkv.engine.scheduler import Cancelled
 
 if TYPE_CHECKING:
     from chatkv.session.conversation import Conversation
@@ -32,8 +32,14 @@ def prefill_draft(
     Call it again whenever the draft settles; `cancelled` is asked between chunks and ends it early
     with what is done kept. Not beside `send`: one of them at a time.
     """
-    history = conversation.log
-    ids = [*history, *_settled(conversation, draft, system)]
+    with conversation.model.engine.memory.use(conversation.sequence):
+        return _prefill(conversation, draft, cancelled, system)
+
+
+def _prefill(
+    conversation: Conversation, draft: str, cancelled: Callable[[], bool], system: str | None
+) -> int:
+    ids = [*conversation.log, *_settled(conversation, draft, system)]
     sequence, restorer = conversation.sequence, conversation.model.restorer
     if len(ids) < 2 or len(ids) > conversation.model.engine.max_tokens:
         return 0

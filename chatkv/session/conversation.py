@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from chatkv.engine.engine import Cancelled, Engine, TokenSequence
+from chatkv.engine.engine import Engine, Preempted
 from chatkv.engine.sampling import Sampler
+from chatkv.engine.scheduler import Cancelled
 from chatkv.engine.stops import StopStrings
 from chatkv.errors import ContextFull, UsageError
 from chatkv.model.template import ChatTemplate, Rendered
@@ -49,12 +50,12 @@ class Conversation:
     def __init__(self, model: ModelParts, conversations: Conversations, session: Session) -> None:
         self.model = model
         self.journal = Journal(conversations, session)
-        self.sequence = TokenSequence()
+        # What an earlier opening left in memory is still there, unless others needed the room.
+        self.sequence = model.engine.memory.sequence(session.id)
         self._said_kv_is_lost = False
 
     def close(self) -> None:
-        """Give the blocks and the lease back."""
-        self.model.engine.pool.release(self.sequence.run)
+        """Give the lease back. KV stays in memory until others need the room."""
         self.journal.close()
 
     @property
@@ -92,7 +93,12 @@ class Conversation:
 
         Cancelled turns return with finish_reason "interrupted" and what was said until then.
         """
-        options, listener = options or TurnOptions(), listener or Listener()
+        with self.model.engine.memory.use(self.sequence):
+            return self._turn(text, options or TurnOptions(), listener or Listener(), system)
+
+    def _turn(
+        self, text: str, options: TurnOptions, listener: Listener, system: str | None
+    ) -> TurnResult:
         text, system = _encodable(text), None if system is None else _encodable(system)
         record = TurnRecord(self.model.load_model_ms)
         history = self.log
@@ -198,9 +204,25 @@ class Conversation:
         listener: Listener,
     ) -> None:
         """Sample until a stop token, a stop string, the limit or a cancel."""
+        while True:
+            try:
+                return self._decode_in_memory(logits, reply, sampler, options, record, listener)
+            except Preempted:
+                logits = self._come_back(options, listener)
+
+    def _decode_in_memory(
+        self,
+        logits: Tensor,
+        reply: Reply,
+        sampler: Sampler,
+        options: TurnOptions,
+        record: TurnRecord,
+        listener: Listener,
+    ) -> None:
         stop_ids = self.model.tokenizer.stop_ids
+        left = options.max_tokens - len(reply.ids)
         steps = self.model.engine.decode(
-            self.sequence, logits, sampler, stop_ids, options.max_tokens, listener.cancelled
+            self.sequence, logits, sampler, stop_ids, left, listener.cancelled
         )
         for token, record.last_logits in steps:
             record.token_done()
@@ -214,6 +236,20 @@ class Conversation:
                 return
             self.model.restorer.save(self.sequence)
         record.finish = "interrupted" if listener.cancelled() else "length"
+
+    def _come_back(self, options: TurnOptions, listener: Listener) -> Tensor:
+        """Others needed the memory: give it to them, and go on when there is room again."""
+        restorer, ids = self.model.restorer, list(self.sequence.ids)
+        restorer.swap_out(self.sequence)
+        listener.on_progress("waiting for memory", 0, 1)
+        self.model.engine.reserve(self.sequence, listener.cancelled)
+        planned = restorer.plan(self.sequence, ids, len(ids) - 1, options.restore, options.exact)
+        arriving = restorer.restore(self.sequence, planned).arriving
+        try:
+            return self.model.engine.prefill(self.sequence, None, listener.cancelled, arriving)
+        finally:
+            if arriving is not None:
+                arriving.close()
 
     def _checkpoint(self, turn: Turn, reply: Reply, sampler: Sampler) -> None:
         if reply.ids:

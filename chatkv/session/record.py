@@ -58,7 +58,11 @@ class TurnRecord:
     def prefill_s(self) -> float:
         if self._prefilled_at is None or self._restored_at is None:
             return 0.0
-        return self._prefilled_at - self._restored_at
+        return self._prefilled_at - self._restored_at - self._waited_s
+
+    @property
+    def _waited_s(self) -> float:
+        return self.restored.waited_s if self.restored is not None else 0.0
 
     def tokens(self, num_generated: int) -> TokenCounts:
         reused = self.restored.reused if self.restored else 0
@@ -76,7 +80,7 @@ class TurnRecord:
         rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None
         return Timing(
             load_model_ms=self.load_model_ms,
-            restore_ms=self._since_began_ms(self._restored_at),
+            restore_ms=self._since_began_ms(self._restored_at) + self._waited_s * 1e3,
             prefill_ms=self.prefill_s * 1e3,
             ttft_ms=self._since_began_ms(times[0] if times else self._prefilled_at),
             decode_tokens_per_s=rate,

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from chatkv.engine.engine import Engine, TokenSequence
+from chatkv.engine.engine import Engine
 from chatkv.engine.pool import BlockPool
+from chatkv.engine.sequence import TokenSequence
 from chatkv.model.catalog import find_model
 from chatkv.model.decoder import Decoder
 from chatkv.model.prepared import prepare

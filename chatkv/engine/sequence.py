@@ -1,0 +1,34 @@
+"""The token ids of one conversation, and how many of them have their KV in the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from chatkv.engine.pool import Run
+
+
+@dataclass(eq=False)
+class TokenSequence:
+    """The token ids of one conversation, and how many of them have their KV in the pool.
+
+    Invariant: KV of ids[:num_cached] is in `run`; num_cached <= len(ids).
+    """
+
+    ids: list[int] = field(default_factory=list)
+    run: Run = field(default_factory=Run)
+    num_cached: int = 0
+
+    def common_prefix(self, ids: Sequence[int]) -> int:
+        """How many leading tokens of `ids` have their KV here."""
+        cached = self.ids[: self.num_cached]
+        if cached == ids[: self.num_cached]:
+            return self.num_cached
+        pairs = enumerate(zip(cached, ids, strict=False))
+        return next(
+            (at for at, (mine, theirs) in pairs if mine != theirs), min(len(ids), len(cached))
+        )
+
+    def become(self, ids: Sequence[int], num_cached: int) -> None:
+        """Hold `ids`, the first num_cached of which (at most `common_prefix`) keep their KV."""
+        self.ids, self.num_cached = list(ids), num_cached
