@@ -15,9 +15,14 @@ from chatkv.paths import folders
 VERBS = {
     "ls": ("chatkv.cli.cache_usage:ls", "List what is stored for each conversation."),
     "show": ("chatkv.cli.cache_usage:show", "Show what is stored for one conversation."),
-    "du": ("chatkv.cli.cache_usage:du", "Show how much disk the cache takes, by model."),
+    "explain": (
+        "chatkv.cli.cache_explain:explain",
+        "Explain what of one is stored, what not, and why.",
+    ),
+    "du": ("chatkv.cli.cache_du:du", "Show how much disk the cache takes, by model."),
     "stats": ("chatkv.cli.cache_stats:stats", "Show how often the cache helped, and how much."),
     "verify": ("chatkv.cli.cache_check:verify", "Check every block against its digests."),
+    "warm": ("chatkv.cli.cache_warm:warm", "Bring the KV of conversations into memory."),
     "prune": ("chatkv.cli.cache_remove:prune", "Delete KV by age, model, use or size."),
     "rm": ("chatkv.cli.cache_remove:rm", "Delete the KV of conversations."),
     "clear": ("chatkv.cli.cache_remove:clear", "Delete all KV."),

@@ -17,6 +17,21 @@ if TYPE_CHECKING:
 NOTHING_STORED = "the KV cache is empty: it fills as you chat"
 
 
+def is_stored() -> bool:
+    """Whether there is a KV cache. StoreDamaged where something else has taken its place."""
+    from chatkv_store.environment import DATA_FILE
+    from chatkv_store.errors import StoreDamaged
+
+    place = folders()
+    for folder in (place.cache, place.kv):
+        if folder.exists() and not folder.is_dir():
+            raise StoreDamaged(f"{folder} is no folder, so nothing is cached: move it away")
+    data = place.kv / DATA_FILE
+    if data.exists() and not data.is_file():
+        raise StoreDamaged(f"{data} is no file, so nothing is cached: move it away")
+    return data.exists()
+
+
 def open_conversations() -> Conversations:
     """The conversations of this user; the file is made where it is missing."""
     from chatkv_store.conversations import Conversations
@@ -28,10 +43,9 @@ def open_blocks(*, read_only: bool = True, replace_damaged: bool = False) -> Blo
     """The KV cache, None where nothing has been stored yet."""
     from chatkv_store.blocks import BlockStore
 
-    path = folders().kv
-    if not (path / "data.mdb").is_file():
+    if not is_stored():
         return None
-    return BlockStore(path, read_only=read_only, replace_damaged=replace_damaged)
+    return BlockStore(folders().kv, read_only=read_only, replace_damaged=replace_damaged)
 
 
 def open_to_remove() -> BlockStore | None:
@@ -40,12 +54,13 @@ def open_to_remove() -> BlockStore | None:
     A deletion writes a few pages before it frees others, and must be possible in a full cache too.
     """
     from chatkv_store.blocks import BlockStore
+    from chatkv_store.environment import DATA_FILE
     from chatkv_store.room import MAX_SPARE_BYTES
 
-    data = folders().kv / "data.mdb"
-    if not data.is_file():
+    if not is_stored():
         return None
-    return BlockStore(folders().kv, max_bytes=data.stat().st_size + MAX_SPARE_BYTES)
+    path = folders().kv
+    return BlockStore(path, max_bytes=(path / DATA_FILE).stat().st_size + MAX_SPARE_BYTES)
 
 
 def open_to_add(conversations: Conversations) -> BlockStore:

@@ -23,7 +23,8 @@ class Column:
     header: str
     show: Callable[[Any], str]
     is_number: bool = False  # right-aligned
-    is_flexible: bool = False  # gives way where the terminal is narrow
+    is_flexible: bool = False  # is cut short where the terminal is narrow
+    is_extra: bool = False  # ... and left out where that is not enough, the last such one first
     colour: str | None = None
     highlight: tuple[str, ...] = ()  # words to emphasise
 
@@ -41,8 +42,10 @@ def lines(
     ]
     if width is not None:
         _shrink(widths, columns, width)
-    if columns and not columns[-1].is_number:
-        widths[-1] = 0  # no blanks at the end of lines: the last column is as long as its text
+        at = next((at for at in reversed(range(len(columns))) if columns[at].is_extra), None)
+        if _excess(widths, width) > 0 and at is not None:
+            fewer = [column for index, column in enumerate(columns) if index != at]
+            return lines(rows, fewer, width, colour=colour)
     headers = [
         _aligned(column.header, column, cells)
         for column, cells in zip(columns, widths, strict=True)
@@ -52,17 +55,18 @@ def lines(
     shown = [headers]
     for row in texts:
         cells = [_aligned(*cell) for cell in zip(row, columns, widths, strict=True)]
+        cells[-1] = cells[-1].rstrip()  # no blanks at the end of lines
         if colour:
             cells = [_coloured(*cell) for cell in zip(cells, columns, strict=True)]
         shown.append(cells)
-    return [GAP.join(cells) for cells in shown]
+    return [GAP.join(cells).rstrip() for cells in shown]
 
 
 def _shrink(widths: list[int], columns: Sequence[Column], width: int) -> None:
     """Take cells from the widest flexible column until the table fits or all are at their least."""
     flexible = [at for at, column in enumerate(columns) if column.is_flexible]
     least = [max(MIN_FLEXIBLE_CELLS, len(column.header)) for column in columns]
-    excess = sum(widths) + len(GAP) * (len(columns) - 1) - width
+    excess = _excess(widths, width)
     while excess > 0:
         widest = max(flexible, key=lambda at: widths[at] - least[at], default=None)
         if widest is None or widths[widest] <= least[widest]:
@@ -71,11 +75,16 @@ def _shrink(widths: list[int], columns: Sequence[Column], width: int) -> None:
         excess -= 1
 
 
+def _excess(widths: Sequence[int], width: int) -> int:
+    """By how many cells a line is too long."""
+    return sum(widths) + len(GAP) * (len(widths) - 1) - width
+
+
 def _aligned(text: str, column: Column, cells: int) -> str:
     from rich.cells import cell_len, set_cell_size
 
     length = cell_len(text)
-    if cells and length > cells:
+    if length > cells:
         return set_cell_size(text, cells - 1) + "…"
     padding = " " * (cells - length)
     return padding + text if column.is_number else text + padding

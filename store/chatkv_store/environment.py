@@ -48,8 +48,9 @@ T = TypeVar("T")
 class Environment:
     """One LMDB environment with `databases`, opened once per process.
 
-    `max_bytes` caps the data file. Raises StoreBusy (already open in this process),
-    StoreReadOnly, StoreDamaged, StoreVersionError, StoreFull or StoreError.
+    `max_bytes` caps the data file. `num_stale_readers` slots of dead processes were freed when it
+    was opened. Raises StoreBusy (already open in this process), StoreReadOnly, StoreDamaged,
+    StoreVersionError, StoreFull or StoreError.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Environment:
         self.map_bytes: int = self._env.info()["map_size"]
         try:
             with _translated(path):
-                self._env.reader_check()
+                self.num_stale_readers: int = self._env.reader_check()
                 self._check_pages(databases)
                 self._cover_whole_file()
                 self.databases = self._open_databases(databases)

@@ -47,7 +47,7 @@ def verify(store: BlockStore, repair: bool, keys: Collection[bytes] | None = Non
     findings: list[Finding] = []
     bad: list[bytes] = []
     unlinked: list[BlockHeader] = []
-    for key, packed in store.scan("blocks") if keys is None else _stored(store, keys):
+    for key, packed in store.scan("blocks") if keys is None else stored(store, keys):
         try:
             header = headers.unpack(packed)
             if header.key != key:
@@ -79,8 +79,8 @@ def verify(store: BlockStore, repair: bool, keys: Collection[bytes] | None = Non
     return findings
 
 
-def _stored(store: BlockStore, keys: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
-    """Key and packed header of the blocks among `keys`."""
+def stored(store: BlockStore, keys: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    """Key and packed header, sound or not, of the blocks among `keys`."""
     for key in keys:
         with store.env.read() as txn:
             packed = txn.get(key, db=store.db["blocks"])

@@ -8,14 +8,16 @@ crash, and a fork or a deleted session changes it without a write.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from chatkv_store.blocks import BlockStore
 from chatkv_store.chain import StoredBlock
 from chatkv_store.conversations import Conversations, Session
 from chatkv_store.layout import KVLayout
+
+NEWEST = "the newest token: it comes with the next turn"  # which begins by computing it
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,21 @@ class SessionUsage:
 
 @dataclass(frozen=True)
 class Usage:
-    """Every session's share, and the blocks that any session finds."""
+    """Every session's share, and who finds which block."""
 
     sessions: list[SessionUsage]
-    used_keys: frozenset[bytes]
-    shared_keys: frozenset[bytes]  # ... that several sessions find
+    blocks: dict[str, list[StoredBlock]]  # by session id, of all sessions, in the log's order
+    finders: dict[bytes, list[str]]  # by block, the ids of the sessions that find it
+
+    @cached_property
+    def used_keys(self) -> set[bytes]:
+        """Blocks that any session finds."""
+        return set(self.finders)
+
+    @cached_property
+    def shared_keys(self) -> set[bytes]:
+        """Blocks that several sessions find."""
+        return {key for key, ids in self.finders.items() if len(ids) > 1}
 
 
 def usage(
@@ -57,15 +69,18 @@ def usage(
     found = {
         session.id: stored_blocks(blocks, conversations, session, layouts) for session in everyone
     }
-    finders = Counter(block.key for one in found.values() for block in one)
+    finders: dict[bytes, list[str]] = {}
+    for session_id, its_blocks in found.items():
+        for block in its_blocks:
+            finders.setdefault(block.key, []).append(session_id)
     wanted = everyone if sessions is None else list(sessions)
     return Usage(
         [
             _share(session, found[session.id], finders, (session.namespace or "") in known)
             for session in wanted
         ],
-        frozenset(finders),
-        frozenset(key for key, number in finders.items() if number > 1),
+        found,
+        finders,
     )
 
 
@@ -97,19 +112,21 @@ def known_layouts(blocks: BlockStore) -> dict[bytes, KVLayout]:
 
 
 def _share(
-    session: Session, found: list[StoredBlock], finders: Counter[bytes], is_known: bool
+    session: Session, found: list[StoredBlock], finders: dict[bytes, list[str]], is_known: bool
 ) -> SessionUsage:
     unique = shared = raw = tokens = 0
     miss: str | None = None
     for block in found:
         raw += block.header.num_raw_bytes
-        if finders[block.key] == 1:
+        if len(finders[block.key]) == 1:
             unique += block.header.num_payload_bytes
         else:
             shared += block.header.num_payload_bytes
         if miss is None and block.start != tokens:
             miss = f"from token {tokens} of {session.num_tokens}: not stored until {block.start}"
         tokens += block.num_tokens
+    if miss is None and tokens == session.num_tokens - 1:
+        miss = NEWEST
     if miss is None and tokens < session.num_tokens:
         miss = f"from token {tokens} of {session.num_tokens}: not stored"
     if not is_known:
