@@ -85,15 +85,10 @@ class Runtime:
             config.num_layers, config.num_kv_heads, config.head_dim, chosen, BLOCK_TOKENS
         )
         self.namespace = self.namespace_of(kv_codec)
-        key = f"{machine_name()}/{self.namespace.hex()[:16]}/{decoder.device.type}"
-        self.restorer = Restorer(
-            self.engine,
-            self.layout,
-            self._open_disk(),
-            CostFile(folders.costs),
-            key,
-            f"{self.prepared.name}, {chosen}, {decoder.device.type}",
-        )
+        self._disk = self._open_disk()
+        self._costs = CostFile(folders.costs)
+        self._restorers: dict[str, Restorer] = {}
+        self.restorer = self.restorer_for(kv_codec)
         self.load_model_ms = (time.perf_counter() - began) * 1e3
         # Tests and benchmarks that must not depend on the clock switch the measuring off.
         wants_rates = self.restorer.disk is not None and not self.restorer.is_calibrated
@@ -126,23 +121,48 @@ class Runtime:
         weights, config = self.prepared.weights_digest, self.prepared.config.digest()
         return kv_namespace(weights, config, self.layout, family)
 
-    def new_session(self, title: str = "", seed: int | None = None) -> Session:
+    def restorer_for(self, kv_codec: str) -> Restorer:
+        """What restores and saves sessions that keep their KV with a codec."""
+        if kv_codec not in self._restorers:
+            namespace = self.namespace_of(kv_codec)
+            disk = None
+            if self._disk is not None:
+                store, writer = self._disk
+                with suppress(StoreError):  # only listings would miss it
+                    self._register(store, namespace, kv_codec)
+                disk = DiskTier(store, writer, namespace, kv_codec)
+            device = self.engine.decoder.device.type
+            self._restorers[kv_codec] = Restorer(
+                self.engine,
+                self.layout,
+                disk,
+                self._costs,
+                f"{machine_name()}/{namespace.hex()[:16]}/{device}",
+                f"{self.prepared.name}, {self.prepared.dtype}, {device}",
+            )
+        return self._restorers[kv_codec]
+
+    def new_session(
+        self, title: str = "", seed: int | None = None, kv_codec: str | None = None
+    ) -> Session:
         """An empty session for this model, written with its first turn: a chat in which nothing is
         said leaves none. Its seed is drawn now and kept."""
+        kv_codec = kv_codec or self.kv_codec
         settings: dict[str, Any] = {
-            **self._resumed_with(),
+            **self._resumed_with(kv_codec),
             "tokenizer": self._tokenizer_digest(),
             "seed": int.from_bytes(os.urandom(7), "big") if seed is None else seed,
         }
         return self.conversations.unsaved_session(
             title=title,
             model=self.prepared.name,
-            namespace=self.namespace.hex(),
+            namespace=self.namespace_of(kv_codec).hex(),
             settings=settings,
         )
 
-    def open(self, session: Session) -> Conversation:
-        """The session, ready for its next turn; closed by the caller.
+    def open(self, session: Session, kv_codec: str | None = None) -> Conversation:
+        """The session, ready for its next turn; closed by the caller. kv_codec: from now on, by
+        default the runtime's.
 
         Raises UsageError for a session whose tokens mean something else to this model.
         """
@@ -152,21 +172,24 @@ class Runtime:
                 f"session {session.id} was held with {session.model}, and {self.prepared.name} "
                 "reads its tokens differently: leave --model out, or start a new session"
             )
+        kv_codec = kv_codec or self.kv_codec
         parts = ModelParts(
             self.prepared.name,
             self.engine,
-            self.restorer,
+            self.restorer_for(kv_codec),
             self.tokenizer,
             self._template(session.created_at),
             self.load_model_ms,
         )
         conversation = Conversation(parts, self.conversations, session)
         conversation.journal.held_with(
-            self.prepared.name, self.namespace.hex(), {**session.settings, **self._resumed_with()}
+            self.prepared.name,
+            self.namespace_of(kv_codec).hex(),
+            {**session.settings, **self._resumed_with(kv_codec)},
         )
         return conversation
 
-    def _open_disk(self) -> DiskTier | None:
+    def _open_disk(self) -> tuple[BlockStore, BlockWriter] | None:
         """The disk tier; where it cannot be used, the chat goes on without it and says so."""
         try:
             store = BlockStore(
@@ -178,20 +201,22 @@ class Runtime:
             self._open.callback(store.close)
             if store.replaced:
                 self.notices.append(f"the KV cache was damaged and starts empty: {store.replaced}")
-            store.register(
-                self.namespace,
-                {
-                    "model": self.prepared.name,
-                    "layout": self.layout.to_json(),
-                    "codec": codec_by_name(self.kv_codec).family,
-                },
-            )
+            self._register(store, self.namespace, self.kv_codec)
         except (StoreError, OSError) as error:
             self.notices.append(f"KV is not kept: {error}")
             return None
         writer = BlockWriter(store)
         self._open.callback(writer.close)
-        return DiskTier(store, writer, self.namespace, self.kv_codec)
+        return store, writer
+
+    def _register(self, store: BlockStore, namespace: bytes, kv_codec: str) -> None:
+        """Say in the store what a namespace's KV is of."""
+        about = {
+            "model": self.prepared.name,
+            "layout": self.layout.to_json(),
+            "codec": codec_by_name(kv_codec).family,
+        }
+        store.register(namespace, about)
 
     def _template(self, began: float) -> ChatTemplate:
         """The model's chat template; to templates that write the date, it is always the day on
@@ -221,13 +246,13 @@ class Runtime:
             )
         return min(config.max_position * POOL_CONVERSATIONS, fits)
 
-    def _resumed_with(self) -> dict[str, Any]:
+    def _resumed_with(self, kv_codec: str) -> dict[str, Any]:
         """What a session goes on with, unless its user says otherwise. The dtype is part of it:
         KV and rounding are those of one dtype, and "auto" may choose another one day."""
         return {
             "model": self._portable_spec(),
             "dtype": self.prepared.dtype,
-            "kv_codec": self.kv_codec,
+            "kv_codec": kv_codec,
         }
 
     def _portable_spec(self) -> str | None:

@@ -28,10 +28,10 @@ class Memory:
         self._in_use: list[TokenSequence] = []
         pool.reclaim = self.reclaim
 
-    def sequence(self, name: str) -> TokenSequence:
+    def sequence(self, name: str, is_shareable: bool = True) -> TokenSequence:
         """The sequence called `name` (a session), with what KV of it is still here."""
         with self._lock:
-            return self._named.setdefault(name, TokenSequence())
+            return self._named.setdefault(name, TokenSequence(is_shareable=is_shareable))
 
     @contextmanager
     def use(self, sequence: TokenSequence) -> Iterator[None]:
@@ -70,7 +70,13 @@ class Memory:
         block more than `sequence` has; how many tokens were copied. The sequence is in use."""
         with self._lock:
             mine = sequence.common_prefix(ids)
-            others = [other for other in self._named.values() if other is not sequence]
+            if not sequence.is_shareable:
+                return 0
+            others = [
+                other
+                for other in self._named.values()
+                if other is not sequence and other.is_shareable
+            ]
             longest = max(others, key=lambda other: other.common_prefix(ids), default=None)
             # The last token is computed in any case, since its logits are wanted.
             theirs = min(longest.common_prefix(ids), len(ids) - 1) if longest else 0

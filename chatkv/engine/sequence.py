@@ -12,12 +12,14 @@ from chatkv.engine.pool import Run
 class TokenSequence:
     """The token ids of one conversation, and how many of them have their KV in the pool.
 
-    Invariant: KV of ids[:num_cached] is in `run`; num_cached <= len(ids).
+    Invariant: KV of ids[:num_cached] is in `run`; num_cached <= len(ids). KV that a lossy codec
+    may have changed is not shareable.
     """
 
     ids: list[int] = field(default_factory=list)
     run: Run = field(default_factory=Run)
     num_cached: int = 0
+    is_shareable: bool = True
 
     def common_prefix(self, ids: Sequence[int]) -> int:
         """How many leading tokens of `ids` have their KV here."""

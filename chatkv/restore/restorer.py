@@ -33,10 +33,6 @@ OVERLAP_S = 0.02
 # How long others wait at most for the KV that they displace to be on disk.
 SWAP_S = 5.0
 
-# Restoring from both ends, the loader reads runs of blocks that take about this long: prefill may
-# have to wait for one of them.
-RUN_S, MAX_RUN_BLOCKS = 0.02, 8
-
 
 @dataclass(frozen=True)
 class Planned:
@@ -119,8 +115,7 @@ class Restorer:
         history: leading ids whose KV an earlier turn has computed, so that it should be found.
         Raises PersistenceError where `exact` forbids what would have to be done.
         """
-        if self.disk is None or not self.disk.is_lossy:  # else KV of two kinds might meet
-            self.engine.memory.share(sequence, ids)
+        self.engine.memory.share(sequence, ids)
         in_pool = min(sequence.common_prefix(ids), len(ids) - 1)
         if exact and self.disk is not None and self.disk.is_lossy and in_pool < history:
             raise PersistenceError(
@@ -153,6 +148,14 @@ class Restorer:
             result = replace(result, arriving=self._load_from_the_end(sequence, planned))
         return replace(result, notices=self._alarm(sequence, planned))
 
+    def sequence(self, session_id: str) -> TokenSequence:
+        """The sequence of a session, with what an earlier opening left of its KV in memory. KV of
+        two codecs never meets."""
+        if self.disk is None:
+            return self.engine.memory.sequence(session_id)
+        name = f"{session_id}/{self.disk.namespace.hex()}"
+        return self.engine.memory.sequence(name, is_shareable=not self.disk.is_lossy)
+
     def save(self, sequence: TokenSequence, tail: bool = False) -> None:
         """Hand what was computed since the last call to the disk tier (see `Saver.save`)."""
         if self._saver is not None:
@@ -171,10 +174,11 @@ class Restorer:
         return found
 
     def learn(self, restored: Restored, num_computed: int, prefill_s: float) -> None:
-        """Correct the cost model by what a turn took. A restore from both ends says nothing about
-        either rate alone."""
+        """Correct the cost model by what a turn took."""
         arriving = restored.arriving
         if isinstance(arriving, BothEnds):
+            self.cost = self.cost.after_both(arriving.measured)
+            self._costs.save(self._cost_key, self._label, self.cost)
             return
         arrived = arriving.arrived if arriving is not None else restored.arrived
         if arrived is not None and restored.num_loaded:
@@ -296,22 +300,17 @@ class Restorer:
 
         def load(blocks: Sequence[StoredBlock]) -> tuple[int, int]:
             assert self.disk is not None and self._saver is not None
-            done = load_blocks(self.disk.store, blocks, self.layout, bits, threads=1)
+            done = load_blocks(self.disk.store, blocks, self.layout, bits, default_threads())
             sound = done.num_tokens_ok // blocks[0].num_tokens
             self._saver.loaded(sequence, blocks[:sound])
             if sound < len(blocks):
                 self._drop(sequence, blocks[sound])
             return sound, done.bytes_read
 
-        def share(position: int) -> float:
-            block_s = self.cost.prefill_s(position, position + BLOCK_TOKENS)
-            load_s = self.cost.load_s_per_token * BLOCK_TOKENS
-            return load_s / (load_s + block_s - self.cost.prefill_fixed_s)
-
         # A block that is partly in the pool already is prefill's.
         first = -(-planned.situation.in_pool // BLOCK_TOKENS)
-        run_blocks = int(RUN_S / (self.cost.load_s_per_token * BLOCK_TOKENS))
-        return BothEnds(planned.stored, first, load, share, max(1, min(run_blocks, MAX_RUN_BLOCKS)))
+        load_block_s = self.cost.load_s_per_token * BLOCK_TOKENS
+        return BothEnds(planned.stored, first, load, load_block_s, self.cost.prefill_s)
 
     def _drop(self, sequence: TokenSequence, damaged: StoredBlock) -> None:
         assert self._saver is not None

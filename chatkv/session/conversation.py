@@ -50,8 +50,7 @@ class Conversation:
     def __init__(self, model: ModelParts, conversations: Conversations, session: Session) -> None:
         self.model = model
         self.journal = Journal(conversations, session)
-        # What an earlier opening left in memory is still there, unless others needed the room.
-        self.sequence = model.engine.memory.sequence(session.id)
+        self.sequence = model.restorer.sequence(session.id)
         self._said_kv_is_lost = False
 
     def close(self) -> None:
