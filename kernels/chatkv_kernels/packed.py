@@ -54,6 +54,8 @@ def check_pool(pool: Tensor) -> None:
         raise ValueError(f"KV to pack must be bfloat16 or float16, not {pool.dtype}")
     if pool.shape[-1] % 8:
         raise ValueError(f"head_dim must be a multiple of 8 to pack KV, not {pool.shape[-1]}")
+    if pool.shape[-2] > 255:
+        raise ValueError(f"blocks to pack must have at most 255 tokens, not {pool.shape[-2]}")
     if pool.stride()[-2:] != (pool.shape[-1], 1):
         raise ValueError("the rows of a head must be contiguous in the pool")
 
@@ -81,9 +83,8 @@ def _packed(block: Tensor, is_half: bool) -> Tensor:
         *rest,
         exponents[escapes],
     ]
-    return torch.cat(
-        [head.to(bits.device), counts.sum().int().view(1).view(torch.uint8), *map(_padded, sections)]
-    )
+    num_escapes = counts.sum().int().view(1).view(torch.uint8)
+    return torch.cat([head.to(bits.device), num_escapes, *map(_padded, sections)])
 
 
 def _unpacked(payload: Tensor, shape: torch.Size, is_half: bool) -> Tensor:

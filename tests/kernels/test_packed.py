@@ -18,7 +18,7 @@ from pooled import Shape, encoded, on_device, pool_of, shapes
 DTYPES: Any = st.sampled_from(["bfloat16", "float16"])
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(shape=shapes(), dtype=DTYPES, noise=st.booleans(), seed=st.integers(0, 99))
 def test_packs_what_the_store_would(
     device: torch.device, shape: Shape, dtype: Any, noise: bool, seed: int
@@ -29,7 +29,7 @@ def test_packs_what_the_store_would(
     assert encoded(*pack_packed.reference(pool, table)) == wanted
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(shape=shapes(), dtype=DTYPES, noise=st.booleans(), seed=st.integers(0, 99))
 def test_unpacks_what_the_store_packed(
     device: torch.device, shape: Shape, dtype: Any, noise: bool, seed: int
@@ -50,7 +50,7 @@ def test_unpacks_what_the_store_packed(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_word_comes_back(device: torch.device, dtype: Any) -> None:
     """Infinities, NaN payloads, denormals, both zeros: all 16-bit words, most of them escapes."""
-    words = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(1, 4, 2, 8, 16, 64)
+    words = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(1, 1, 2, 2, 128, 128)
     pool = words.to(device).view(getattr(torch, dtype))
     table = torch.zeros(1, dtype=torch.int32, device=device)
     payloads, offsets = pack_packed.kernel(pool, table)
@@ -66,7 +66,7 @@ def test_what_cannot_be_packed_is_refused(device: torch.device) -> None:
     table = torch.zeros(1, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="multiple of 8"):
         pack_packed(torch.zeros(1, 1, 2, 1, 4, 12, dtype=torch.float16, device=device), table)
-    with pytest.raises(ValueError, match="not torch.float32"):
+    with pytest.raises(ValueError, match="must be bfloat16 or float16"):
         pack_packed(torch.zeros(1, 1, 2, 1, 4, 8, device=device), table)
     across = torch.zeros(1, 1, 2, 1, 8, 4, dtype=torch.float16, device=device).transpose(-1, -2)
     with pytest.raises(ValueError, match="contiguous"):

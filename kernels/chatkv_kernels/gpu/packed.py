@@ -10,6 +10,8 @@ each channel's base and to count, once to write.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 import triton
 import triton.language as tl
@@ -18,12 +20,9 @@ from torch import Tensor
 from chatkv_kernels.gpu.spec import Shape, meta, per_shape
 from chatkv_kernels.packed import CODEC_ID, FORMAT_VERSION, HEAD_BYTES, check_pool
 from chatkv_kernels.packed import ESCAPE as _ESCAPE
-from chatkv_kernels.packed import LOWER_BASES as _LOWER_BASES
 
 GROUPS = 256  # in a tile
 ESCAPE = tl.constexpr(_ESCAPE)
-LOWER_BASES = tl.constexpr(_LOWER_BASES)
-HEAD = tl.constexpr(HEAD_BYTES)
 FIRST_BYTES = tl.constexpr(FORMAT_VERSION | CODEC_ID << 8 | 2 << 16)
 
 
@@ -31,18 +30,19 @@ def unpack_packed(payloads: Tensor, offsets: Tensor, pool: Tensor, table: Tensor
     check_pool(pool)
     _, layers, _, heads, tokens, head_dim = pool.shape
     bits = pool.view(torch.int16)
+    is_half = pool.dtype == torch.float16
     if table.numel():
         _unpack[(table.numel(), layers * 2 * heads)](
             payloads,
             offsets,
             bits,
             table,
-            layers,
             heads,
             tokens,
-            head_dim,
             *bits.stride()[:4],
-            HALF=pool.dtype == torch.float16,
+            *_sections(layers * 2 * heads, tokens * head_dim, head_dim, is_half),
+            HALF=is_half,
+            CHANNELS=head_dim,
             GROUPS=GROUPS,
             num_warps=4,
         )
@@ -54,17 +54,17 @@ def pack_packed(pool: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     bits = pool.view(torch.int16)
     is_half = pool.dtype == torch.float16
     num_blocks, slabs = table.numel(), layers * 2 * heads
-    size = slabs * tokens * head_dim
-    fixed = HEAD_BYTES + slabs * (4 + head_dim) + size
-    fixed += (2 if is_half else 1) * (round8(size // 4) + round8(size // 8))
+    sections = _sections(slabs, tokens * head_dim, head_dim, is_half)
+    fixed = 8 * sections[-1]
 
     bases = bits.new_empty(num_blocks, slabs, head_dim, dtype=torch.uint8)
     counts = bits.new_empty(num_blocks, slabs, dtype=torch.int32)
     offsets = bits.new_zeros(num_blocks + 1, dtype=torch.int64)
-    payloads = bits.new_empty(num_blocks * (fixed + size), dtype=torch.uint8)  # if all escape
+    # As large as they are if every element escapes.
+    payloads = bits.new_empty(num_blocks * (fixed + slabs * tokens * head_dim), dtype=torch.uint8)
     if not num_blocks:
         return payloads, offsets
-    where = (layers, heads, tokens, head_dim, *bits.stride()[:4])
+    where = (heads, tokens, *bits.stride()[:4])
     _measure[(num_blocks, slabs)](
         bits,
         table,
@@ -72,8 +72,9 @@ def pack_packed(pool: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         counts,
         *where,
         HALF=is_half,
-        TOKENS=triton.next_power_of_2(tokens),
-        CHANNELS=triton.next_power_of_2(head_dim),
+        CHANNELS=head_dim,
+        ROWS=triton.next_power_of_2(tokens),
+        COLUMNS=triton.next_power_of_2(head_dim),
         num_warps=8,
     )
     ends = counts.cumsum(1, dtype=torch.int32)
@@ -86,20 +87,21 @@ def pack_packed(pool: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         payloads,
         offsets,
         *where,
+        *sections,
         HALF=is_half,
+        CHANNELS=head_dim,
         GROUPS=GROUPS,
         num_warps=4,
     )
     return payloads, offsets
 
 
-def round8(size: int) -> int:
-    return -(-size // 8) * 8
-
-
-@triton.jit
-def up_to_8(size):
-    return (size + 7) // 8 * 8
+def _sections(slabs: int, slab_size: int, head_dim: int, is_half: bool) -> list[int]:
+    """Where a payload's base, low, code, rest and escapes begin, in units of 8 bytes."""
+    size = slabs * slab_size
+    three_bits = (size // 4, size // 8)
+    sizes = [4 * slabs, slabs * head_dim, size, *three_bits, *(three_bits if is_half else (0, 0))]
+    return list(accumulate((-(-size // 8) for size in sizes), initial=HEAD_BYTES // 8))[1:]
 
 
 @triton.jit
@@ -114,23 +116,7 @@ def slab_of(pool, block, slab, heads, block_stride, layer_stride, kv_stride, hea
 def zero_padding(section, size):
     """The bytes behind a section up to a multiple of 8."""
     place = size + tl.arange(0, 8)
-    tl.store(section + place, tl.zeros((8,), tl.uint8), place < up_to_8(size))
-
-
-@triton.jit
-def _sections(payload, slabs, size, head_dim, HALF: tl.constexpr):
-    """Where a payload's base, low, codes, rest and escapes begin; `size` elements in all."""
-    base = payload + HEAD + up_to_8(4 * slabs)
-    low = base + up_to_8(slabs * head_dim)
-    code_low = low + up_to_8(size)
-    code_high = code_low + up_to_8(size // 4)
-    rest_low = code_high + up_to_8(size // 8)
-    rest_high = rest_low
-    escapes = rest_low
-    if HALF:
-        rest_high = rest_low + up_to_8(size // 4)
-        escapes = rest_high + up_to_8(size // 8)
-    return base, low, code_low, code_high, rest_low, rest_high, escapes
+    tl.store(section + place, tl.zeros((8,), tl.uint8), place < (size + 7) // 8 * 8)
 
 
 @triton.jit
@@ -166,24 +152,27 @@ def _unpack(
     offsets,
     pool,
     table,
-    layers,
     heads,
     tokens,
-    head_dim,
     block_stride,
     layer_stride,
     kv_stride,
     head_stride,
+    base_at,
+    low_at,
+    code_low_at,
+    code_high_at,
+    rest_low_at,
+    rest_high_at,
+    escapes_at,
     HALF: tl.constexpr,
+    CHANNELS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
     index, slab = tl.program_id(0), tl.program_id(1)
-    slabs = layers * 2 * heads
-    num_groups = tokens * head_dim // 8
+    num_groups = tokens * CHANNELS // 8
     payload = payloads + tl.multiple_of(tl.load(offsets + index), 8)
-    base, low, code_low, code_high, rest_low, rest_high, escapes = _sections(
-        payload, slabs, slabs * num_groups * 8, head_dim, HALF
-    )
+    escapes = payload + 8 * escapes_at
     counts = payload.to(tl.pointer_type(tl.int32))
     num_escapes = tl.load(counts + 1)
     seen = tl.load(counts + 2 + slab)
@@ -203,18 +192,20 @@ def _unpack(
         inside = group < num_groups
         each = inside[:, None]
         numbered = slab * num_groups + group
-        channel = (group * 8 % head_dim)[:, None] + place
-        codes = _read3(code_low, code_high, numbered, inside)
-        exponent = tl.load(base + slab * head_dim + channel, each, 0).to(tl.int32) - codes
+        channel = (group * 8 % CHANNELS)[:, None] + place
+        codes = _read3(payload + 8 * code_low_at, payload + 8 * code_high_at, numbered, inside)
+        exponent = (
+            tl.load(payload + 8 * base_at + slab * CHANNELS + channel, each, 0).to(tl.int32) - codes
+        )
         is_escape, rank, count = _numbered(codes, inside)
         # A damaged count must not lead out of the payload.
         found = is_escape & (seen + rank < num_escapes)
         aside = tl.load(escapes + seen + rank, found, 0).to(tl.int32)
         exponent = tl.where(is_escape, aside, exponent)
         seen += count
-        byte = tl.load(low + numbered[:, None] * 8 + place, each, 0).to(tl.int32)
+        byte = tl.load(payload + 8 * low_at + numbered[:, None] * 8 + place, each, 0).to(tl.int32)
         if HALF:
-            rest = _read3(rest_low, rest_high, numbered, inside)
+            rest = _read3(payload + 8 * rest_low_at, payload + 8 * rest_high_at, numbered, inside)
             bits = (rest & 4) << 13 | (exponent & 31) << 10 | (rest & 3) << 8 | byte
         else:
             bits = (byte & 0x80) << 8 | (exponent & 0xFF) << 7 | byte & 0x7F
@@ -227,19 +218,23 @@ def _measure(
     table,
     bases,
     counts,
-    layers,
     heads,
     tokens,
-    head_dim,
     block_stride,
     layer_stride,
     kv_stride,
     head_stride,
     HALF: tl.constexpr,
-    TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """Of each channel of a slab the base that leaves the fewest escapes, and how many."""
+    """Of each channel of a slab the base that leaves the fewest escapes, and how many.
+
+    With the base `lower` below the largest exponent, those that are less than `lower` or more than
+    `lower` + 6 below the largest one escape. Byte `lower` of an integer counts them: one sum
+    for the four of them.
+    """
     index, slab = tl.program_id(0), tl.program_id(1)
     source = slab_of(
         pool,
@@ -251,23 +246,26 @@ def _measure(
         kv_stride,
         head_stride,
     )
-    channel = tl.arange(0, CHANNELS)
-    token = tl.arange(0, TOKENS)[:, None]
-    inside = (token < tokens) & (channel < head_dim)[None, :]
-    bits = tl.load(source + token * head_dim + channel[None, :], inside, 0).to(tl.int32)
+    channel = tl.arange(0, COLUMNS)
+    token = tl.arange(0, ROWS)[:, None]
+    inside = (token < tokens) & (channel < CHANNELS)[None, :]
+    bits = tl.load(source + token * CHANNELS + channel[None, :], inside, 0).to(tl.int32)
     exponents = bits >> 10 & 31 if HALF else bits >> 7 & 0xFF
     top = tl.max(exponents, 0)
-    best = top
-    fewest = tl.full((CHANNELS,), TOKENS + 1, tl.int32)
-    for lower in tl.static_range(LOWER_BASES + 1):
-        base = top - tl.minimum(top, lower)
-        escapes = ((base[None, :] - exponents & 0xFF) >= ESCAPE) & inside
-        num_escapes = tl.sum(escapes.to(tl.int32), 0)
-        best = tl.where(num_escapes < fewest, base, best)
+    distance = top[None, :] - exponents
+    above = 0x01010100 << 8 * tl.minimum(distance, 3)
+    # In two steps: a shift by 32 is not defined.
+    shift = 4 * (10 - tl.minimum(tl.maximum(distance, 6), 10))
+    below = 0x01010101 >> shift >> shift
+    counted = tl.sum(tl.where(inside, above | below, 0), 0)
+    best, fewest = top, counted & 0xFF
+    for lower in tl.static_range(1, 4):
+        num_escapes = counted >> 8 * lower & 0xFF
+        best = tl.where(num_escapes < fewest, top - lower, best)
         fewest = tl.minimum(num_escapes, fewest)
     number = index.to(tl.int64) * tl.num_programs(1) + slab
-    tl.store(bases + number * head_dim + channel, best.to(tl.uint8), channel < head_dim)
-    tl.store(counts + number, tl.sum(tl.where(channel < head_dim, fewest, 0)))
+    tl.store(bases + number * CHANNELS + channel, best.to(tl.uint8), channel < CHANNELS)
+    tl.store(counts + number, tl.sum(tl.where(channel < CHANNELS, fewest, 0)))
 
 
 @triton.jit
@@ -278,26 +276,32 @@ def _pack(
     ends,
     payloads,
     offsets,
-    layers,
     heads,
     tokens,
-    head_dim,
     block_stride,
     layer_stride,
     kv_stride,
     head_stride,
+    base_at,
+    low_at,
+    code_low_at,
+    code_high_at,
+    rest_low_at,
+    rest_high_at,
+    escapes_at,
     HALF: tl.constexpr,
+    CHANNELS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
     """One slab; `ends` are the escapes up to each slab's end."""
     index, slab = tl.program_id(0), tl.program_id(1)
-    slabs = layers * 2 * heads
-    num_groups = tokens * head_dim // 8
-    size = slabs * num_groups * 8
+    slabs = tl.num_programs(1)
+    num_groups = tokens * CHANNELS // 8
     payload = payloads + tl.multiple_of(tl.load(offsets + index), 8)
-    base, low, code_low, code_high, rest_low, rest_high, escapes = _sections(
-        payload, slabs, size, head_dim, HALF
-    )
+    code_low, code_high = payload + 8 * code_low_at, payload + 8 * code_high_at
+    rest_low, rest_high = payload + 8 * rest_low_at, payload + 8 * rest_high_at
+    escapes = payload + 8 * escapes_at
+    size = slabs * num_groups * 8
     number = index.to(tl.int64) * slabs + slab
     seen = tl.load(ends + number - 1, slab > 0, 0)
     num_escapes = tl.load(ends + number - slab + slabs - 1)
@@ -322,25 +326,25 @@ def _pack(
         kv_stride,
         head_stride,
     )
-    bases += number * head_dim
+    bases += number * CHANNELS
     place = tl.arange(0, 8)[None, :]
     for start in range(0, num_groups, GROUPS):
         group = start + tl.arange(0, GROUPS)
         inside = group < num_groups
         each = inside[:, None]
         numbered = slab * num_groups + group
-        channel = (group * 8 % head_dim)[:, None] + place
+        channel = (group * 8 % CHANNELS)[:, None] + place
         bits = tl.load(source + group[:, None] * 8 + place, each, 0).to(tl.int32) & 0xFFFF
         if HALF:
             exponent, byte = bits >> 10 & 31, bits & 0xFF
             _write3(rest_low, rest_high, numbered, inside, bits >> 13 & 4 | bits >> 8 & 3)
         else:
             exponent, byte = bits >> 7 & 0xFF, bits >> 8 & 0x80 | bits & 0x7F
-        tl.store(low + numbered[:, None] * 8 + place, byte.to(tl.uint8), each)
+        tl.store(payload + 8 * low_at + numbered[:, None] * 8 + place, byte.to(tl.uint8), each)
         of_channel = tl.load(bases + channel, each, 0)
         # The base of a channel is written with its first token.
-        is_first = each & (group * 8 < head_dim)[:, None]
-        tl.store(base + slab * head_dim + channel, of_channel, is_first)
+        is_first = each & (group * 8 < CHANNELS)[:, None]
+        tl.store(payload + 8 * base_at + slab * CHANNELS + channel, of_channel, is_first)
         codes = tl.minimum(of_channel.to(tl.int32) - exponent & 0xFF, ESCAPE)
         _write3(code_low, code_high, numbered, inside, codes)
         is_escape, rank, count = _numbered(codes, inside)
