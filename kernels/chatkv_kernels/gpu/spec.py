@@ -49,3 +49,9 @@ def per_shape(name: str, example: Callable[[Shape], object]) -> list[Spec]:
 def meta(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """A tensor of this size and dtype without memory."""
     return torch.empty(size, dtype=dtype, device="meta")
+
+
+def meta_pool(shape: Shape, block_tokens: int = 64) -> tuple[Tensor, Tensor]:
+    """Keys and values of one of two layers in a pool of 512 blocks."""
+    pool = meta(512, 2, 2, shape.num_kv_heads, block_tokens, shape.head_dim)
+    return pool[:, 1, 0], pool[:, 1, 1]
