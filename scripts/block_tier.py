@@ -126,13 +126,13 @@ def open_blocks(machine: Machine, clock: Callable[[], float]) -> Iterator[Blocks
     """A new store under the machine's cap; StoreError where that is too little to open one."""
     with (
         tempfile.TemporaryDirectory(prefix="chatkv-replay-", dir=_folder()) as folder,
-        _no_rest(),
         Conversations(Path(folder) / "conversations.sqlite3", clock=clock) as conversations,
         BlockStore(
             Path(folder) / "kv",
             budget=Budget(None if math.isinf(machine.cap_bytes) else scaled_cap(machine)),
             conversations=conversations,
             start_map_bytes=1 << 20,
+            clock=clock,  # the trace's: how busy this machine is decides nothing
         ) as store,
     ):
         yield Blocks(machine, store, conversations)
@@ -153,15 +153,3 @@ def _folder() -> str | None:
         if shutil.disk_usage(shared).free > 4 << 30:
             return shared
     return None
-
-
-@contextmanager
-def _no_rest() -> Iterator[None]:
-    """Let the store look for room each time. It rests after a look that took long by the wall
-    clock, which would make a replay depend on how busy this machine is."""
-    before = room.SLOW_RANKING_S
-    room.SLOW_RANKING_S = math.inf
-    try:
-        yield
-    finally:
-        room.SLOW_RANKING_S = before

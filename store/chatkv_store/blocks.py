@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,7 @@ from chatkv_store.tables import (
 if TYPE_CHECKING:
     from chatkv_store.codec import Bits, Payloads
     from chatkv_store.conversations import Conversations
+    from chatkv_store.eviction import PrefillRates
     from chatkv_store.integrity import Finding
 
 AT_ONCE = 256  # headers that one transaction reads
@@ -56,9 +58,10 @@ class BlockStore:
     """KV blocks in `path`. Safe to use from many threads and, on one machine, many processes.
 
     `budget` bounds what it takes of the disk; `conversations` say what may be evicted for it, and
-    without them nothing is. `max_bytes` alone caps the data file. `replace_damaged` starts an empty
-    store where the file is broken beyond opening, and keeps the reason in `replaced`: KV is a
-    cache.
+    without them nothing is. `prefill_rates` tell what blocks are worth (eviction.py). `max_bytes`
+    alone caps the data file. `replace_damaged` starts an empty store where the file is broken
+    beyond opening, and keeps the reason in `replaced`: KV is a cache. `clock` gives seconds, by
+    which a search for room that took long is not soon repeated (room.py).
 
     Raises StoreBusy, StoreDamaged, StoreReadOnly, StoreVersionError, StoreFull or StoreError.
     """
@@ -73,6 +76,8 @@ class BlockStore:
         conversations: Conversations | None = None,
         replace_damaged: bool = False,
         start_map_bytes: int = START_MAP_BYTES,
+        prefill_rates: PrefillRates | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path = Path(path)
         self.read_only = read_only
@@ -108,7 +113,8 @@ class BlockStore:
                 self.env = opened()
         self.db = self.env.databases
         self._tables = Tables(self.db)
-        self._room = None if budget is None else Room(self, budget, conversations)
+        self.prefill_rates = prefill_rates
+        self._room = None if budget is None else Room(self, budget, conversations, clock)
         self._bad: set[bytes] = set()  # keys of blocks that a read found damaged; put replaces them
 
     def register(self, namespace: bytes, info: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ def choose(
     chosen: list[Candidate] = []
     rest: list[Candidate] = []
     by_model_alone = wanted.older_than_s is None and not wanted.orphans and wanted.max_bytes is None
-    for one in rank(store, conversations, now_s).candidates:
+    for one in rank(store, conversations, now_s).candidates():
         if wanted.namespaces is not None and one.namespace not in wanted.namespaces:
             continue
         is_old = (

@@ -12,6 +12,7 @@ Three things take more than the payload itself:
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -23,7 +24,7 @@ from chatkv_store.errors import StoreFull
 if TYPE_CHECKING:
     from chatkv_store.blocks import BlockStore
     from chatkv_store.conversations import Conversations
-    from chatkv_store.eviction import Candidate
+    from chatkv_store.eviction import Candidate, Ranker
     from chatkv_store.saving import Encoded
 
 T = TypeVar("T")
@@ -43,12 +44,19 @@ class Room:
     it is not known what is pinned."""
 
     def __init__(
-        self, store: BlockStore, budget: Budget, conversations: Conversations | None
+        self,
+        store: BlockStore,
+        budget: Budget,
+        conversations: Conversations | None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self.budget = budget
         self._conversations = conversations
-        self._resting_until = 0.0  # on the monotonic clock
+        self._clock = clock
+        self._resting_until = 0.0
+        self._ranker: Ranker | None = None
+        self._ranking = threading.Lock()  # one at a time, since it remembers
 
     def is_a_commit(self, batch: Sequence[Encoded]) -> bool:
         """Whether `batch` is as much as one transaction should take of a small store."""
@@ -104,32 +112,34 @@ class Room:
             f"the KV cache in {self._store.path} is full, and nothing in it is worth less than "
             "what is new; raise the cap, unpin or prune"
         )
-        if self._conversations is None or time.monotonic() < self._resting_until:
+        if self._conversations is None or self._clock() < self._resting_until:
             raise full
-        from chatkv_store.eviction import rank
+        from chatkv_store.eviction import Ranker
 
-        began = time.monotonic()
-        ranking = rank(self._store, self._conversations)
-        new_worth = min(
-            ranking.seconds.get(one.key, float("inf")) / max(1, one.header.num_payload_bytes)
-            for one in batch
-        )
-        new_worth /= MARGIN
+        began = self._clock()
         chosen: list[Candidate] = []
         freed = 0
-        # A little more than is missing: ranking reads all logs, and should not do so each time.
+        # A little more than is missing: a ranking looks at every block. One for each 64th of the
+        # store costs as much per block that is written, however many there are.
         wanted = max(num_bytes, hard // 64)
-        new_keys = {one.key for one in batch}
-        for one in ranking.candidates:
-            if one.worth >= new_worth or freed >= wanted:
-                break
-            if one.key not in new_keys:
-                chosen.append(one)
-                freed += one.disk_bytes
+        new = {one.key: one.header.num_payload_bytes for one in batch}
+        with self._ranking:
+            if self._ranker is None:
+                self._ranker = Ranker(self._store, self._conversations)
+            ranking = self._ranker.rank(also=new)
+            new_worth = min(
+                ranking.seconds.get(key, float("inf")) / max(1, size) for key, size in new.items()
+            )
+            for one in ranking.candidates():
+                if one.worth >= new_worth / MARGIN or freed >= wanted:
+                    break
+                if one.key not in new:
+                    chosen.append(one)
+                    freed += one.disk_bytes
         if freed < num_bytes:
-            took_s = time.monotonic() - began
+            took_s = self._clock() - began
             if took_s > SLOW_RANKING_S:  # the next block will most likely fare no better
-                self._resting_until = time.monotonic() + 20 * took_s
+                self._resting_until = self._clock() + 20 * took_s
             raise full
         return chosen
 

@@ -78,7 +78,7 @@ class Tables:
                 check_hit(header, namespace, parent, layout)
             except BlockMiss:
                 continue
-            shared = _common_tokens(header.ids, ids)
+            shared = common_tokens(header.ids, ids)
             # Of two equally good ones, the smaller is less to read.
             if best is None or (shared, -header.num_tokens) > (best[1], -best[2].num_tokens):
                 best = key, shared, header
@@ -172,7 +172,7 @@ def check_hit(header: BlockHeader, namespace: bytes, parent: bytes, layout: KVLa
         raise BlockMiss("damaged: its layout differs")
 
 
-def _common_tokens(one: bytes, other: bytes) -> int:
+def common_tokens(one: bytes, other: bytes) -> int:
     """How many leading token ids are equal; both packed."""
     length = min(len(one), len(other))
     if one[:length] == other[:length]:

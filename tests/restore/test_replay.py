@@ -18,7 +18,6 @@ from traces import TraceConversation, TraceSpec, TraceTurn, generate
 
 from chatkv.restore.cost import CostModel
 from chatkv.restore.plan import Situation
-from chatkv_store import room
 
 # A pool of one or two conversations, so that most turns come back to one that has left it.
 TINY = Machine(pool_tokens=3000, cap_bytes=math.inf)
@@ -179,13 +178,6 @@ def test_a_machines_bytes_are_scaled_to_the_stores_and_back() -> None:
         stored = tier.store.counters()["written_bytes"]
         assert stored == pytest.approx(num_tokens * LAYOUT.bytes_per_token, rel=0.001)
         assert tier.counts().bytes_written == pytest.approx(num_tokens * 1e6, rel=0.001)
-
-
-def test_the_store_gets_back_how_it_rests() -> None:
-    slow_s = room.SLOW_RANKING_S
-    with open_blocks(TINY, Clock()):
-        assert math.isinf(room.SLOW_RANKING_S)
-    assert slow_s == room.SLOW_RANKING_S
 
 
 def test_the_pool_drops_what_was_used_longest_ago() -> None:
