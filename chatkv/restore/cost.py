@@ -14,7 +14,7 @@ import json
 import math
 import os
 import platform
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,18 @@ from chatkv.paths import write_note
 # one turn must not turn the next decision around.
 _WEIGHT = 0.3
 _LIMIT = 4.0
+_UNTRIED = 0.95
+
+
+@dataclass
+class Measured:
+    """What a restore from both ends took, each end for itself: seconds of loading, and of prefill
+    beside it."""
+
+    loaded: int = 0  # tokens
+    load_s: float = 0.0
+    pieces: list[tuple[int, int]] = field(default_factory=list)  # [start, stop) of each prefill
+    prefill_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,7 @@ class CostModel:
         cpu = _damped(cpu_s, num_tokens * self.load_cpu_s_per_token) if cpu_s else 1.0
         return replace(
             self,
+            load_fixed_s=self.load_fixed_s * scale,
             load_s_per_token=self.load_s_per_token * scale,
             load_cpu_s_per_token=self.load_cpu_s_per_token * cpu,
             num_observations=self.num_observations + 1,
@@ -94,13 +107,39 @@ class CostModel:
 
     def after_prefill(self, start: int, stop: int, seconds: float) -> CostModel:
         """This model, corrected by one prefill."""
-        scale = _damped(seconds, self.prefill_s(start, stop))
+        return self._after_prefill(seconds, self.prefill_s(start, stop))
+
+    def after_both(self, ends: Measured) -> CostModel:
+        """This model, corrected by a restore from both ends: each end by its own time."""
+        model = self
+        if ends.loaded:
+            model = model.after_load(ends.loaded, ends.load_s)
+        if ends.pieces:
+            beside_s = ends.loaded * self.load_cpu_s_per_token
+            expected_s = sum(self.prefill_s(*piece) for piece in ends.pieces) + beside_s
+            model = model._after_prefill(ends.prefill_s, expected_s)
+        return model
+
+    def after_no_load(self) -> CostModel:
+        """This model, after KV that is stored was computed again because that seemed faster. What
+        is never tried is never corrected, so loading is believed to be a little faster each time,
+        until it is tried once more."""
         return replace(
             self,
+            load_fixed_s=self.load_fixed_s * _UNTRIED,
+            load_s_per_token=self.load_s_per_token * _UNTRIED,
+            load_cpu_s_per_token=self.load_cpu_s_per_token * _UNTRIED,
+        )
+
+    def _after_prefill(self, seconds: float, expected_s: float) -> CostModel:
+        scale = _damped(seconds, expected_s)
+        return replace(
+            self,
+            prefill_fixed_s=self.prefill_fixed_s * scale,
             prefill_s_per_token=self.prefill_s_per_token * scale,
             prefill_s_per_token_pair=self.prefill_s_per_token_pair * scale,
             num_observations=self.num_observations + 1,
-            prefill_error=_error(self.prefill_error, seconds, self.prefill_s(start, stop)),
+            prefill_error=_error(self.prefill_error, seconds, expected_s),
         )
 
 

@@ -87,6 +87,13 @@ class Plan:
     predicted_ms: float
     alternatives_ms: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def leaves_loading_untried(self) -> bool:
+        """Whether KV that could be loaded is computed because that seems to be faster."""
+        ways = self.alternatives_ms
+        is_fastest = self.predicted_ms <= min(ways.values(), default=0.0)
+        return self.chosen == "re-prefill" and len(ways) > 1 and is_fastest
+
 
 def choose(
     situation: Situation, cost: CostModel, wanted: Wanted = "auto", exact: bool = False

@@ -151,10 +151,12 @@ class Restorer:
     def sequence(self, session_id: str) -> TokenSequence:
         """The sequence of a session, with what an earlier opening left of its KV in memory. KV of
         two codecs never meets."""
-        if self.disk is None:
-            return self.engine.memory.sequence(session_id)
-        name = f"{session_id}/{self.disk.namespace.hex()}"
-        return self.engine.memory.sequence(name, is_shareable=not self.disk.is_lossy)
+        is_shareable = self.disk is None or not self.disk.is_lossy
+        return self.engine.memory.sequence(self._name(session_id), is_shareable)
+
+    def forget(self, session_id: str) -> None:
+        """Drop the session's KV from memory."""
+        self.engine.memory.forget(self._name(session_id))
 
     def save(self, sequence: TokenSequence, tail: bool = False) -> None:
         """Hand what was computed since the last call to the disk tier (see `Saver.save`)."""
@@ -178,15 +180,16 @@ class Restorer:
         arriving = restored.arriving
         if isinstance(arriving, BothEnds):
             self.cost = self.cost.after_both(arriving.measured)
-            self._costs.save(self._cost_key, self._label, self.cost)
-            return
-        arrived = arriving.arrived if arriving is not None else restored.arrived
-        if arrived is not None and restored.num_loaded:
-            cpu_s = 0.0 if arriving is not None else arrived.cpu_s / default_threads()
-            self.cost = self.cost.after_load(restored.num_loaded, arrived.seconds, cpu_s)
-        if num_computed:
-            start = restored.reused + restored.num_loaded
-            self.cost = self.cost.after_prefill(start, start + num_computed, prefill_s)
+        else:
+            arrived = arriving.arrived if arriving is not None else restored.arrived
+            if arrived is not None and restored.num_loaded:
+                cpu_s = 0.0 if arriving is not None else arrived.cpu_s / default_threads()
+                self.cost = self.cost.after_load(restored.num_loaded, arrived.seconds, cpu_s)
+            if num_computed:
+                start = restored.reused + restored.num_loaded
+                self.cost = self.cost.after_prefill(start, start + num_computed, prefill_s)
+        if restored.plan.leaves_loading_untried:
+            self.cost = self.cost.after_no_load()
         self._costs.save(self._cost_key, self._label, self.cost)
 
     def swap_out(self, sequence: TokenSequence) -> None:
@@ -198,6 +201,9 @@ class Restorer:
         sequence.num_cached = 0
 
     # --- inside ---------------------------------------------------------------------------------
+
+    def _name(self, session_id: str) -> str:
+        return session_id if self.disk is None else f"{session_id}/{self.disk.namespace.hex()}"
 
     def _match(self, ids: Sequence[int]) -> Match | None:
         if self.disk is None:

@@ -17,7 +17,7 @@ from chatkv.client import ChatRequest, OpenChat, open_chat
 from chatkv.engine.options import SamplingOptions
 from chatkv.engine.pool import BLOCK_TOKENS
 from chatkv.paths import folders
-from chatkv.restore.both_ends import BothEnds
+from chatkv.restore.both_ends import BothEnds, _Pace
 from chatkv.session.turn import Listener, TurnOptions
 from chatkv_store.chain import StoredBlock
 from turns import run_turns
@@ -36,7 +36,11 @@ class Walk:
             None if count is None else StoredBlock(b"", index * BLOCK_TOKENS, count, header)
             for index, count in enumerate(stored)
         ]
-        self.both = BothEnds(self.blocks, first, self.load, lambda position: behaviour.random())
+        # From a disk that is much faster than prefill to one that is not worth waiting for.
+        load_block_s = 0.001 * 10 ** behaviour.uniform(-1.5, 1.5)
+        self.both = BothEnds(
+            self.blocks, first, self.load, load_block_s, lambda start, stop: 1e-5 * (stop - start)
+        )
 
     def load(self, blocks: Sequence[StoredBlock]) -> tuple[int, int]:
         sound = (
@@ -92,6 +96,32 @@ def test_every_token_is_brought_once(
     loaded = sum(how == "loaded" for token, how in walk.tokens.items() if token >= in_pool)
     assert walk.both.num_loaded == loaded
     assert all(token in walk.tokens for token in range(in_pool, total))
+    measured = walk.both.measured
+    timed = [token for start, stop in measured.pieces for token in range(start, stop)]
+    assert len(timed) == len(set(timed))
+    assert {walk.tokens[token] for token in timed} <= {"computed"}
+    assert measured.loaded <= sum(how == "loaded" for how in walk.tokens.values())
+
+
+def test_a_pace_is_known_after_one_piece_and_follows_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("chatkv.restore.both_ends.time.perf_counter", lambda: now[0])
+    pace = _Pace()
+    assert (pace.factor, pace.left_s) == (1.0, 0.0)
+    pace.begin(expected_s=1.0)
+    now[0] += 0.25
+    assert pace.left_s == 0.75
+    now[0] += 9.75
+    assert (pace.factor, pace.left_s) == (10.0, 9.0)  # overdue: it shows, and goes on showing
+    assert pace.end() == 10.0
+    assert (pace.factor, pace.left_s) == (10.0, 0.0)
+    pace.begin(expected_s=1.0)
+    now[0] += 2.0
+    assert pace.left_s == 8.0
+    pace.end()
+    assert pace.factor == 6.0
 
 
 # --- with a real model ----------------------------------------------------------------------------

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatkv.errors import PersistenceError
-from chatkv.restore.cost import CostFile, CostModel
+from chatkv.restore.cost import CostFile, CostModel, Measured
 from chatkv.restore.plan import (
     EXACT_IS_WORTH_MS,
     EXACT_IS_WORTH_SHARE,
+    Plan,
     Situation,
     choose,
     survey,
@@ -137,6 +138,94 @@ def test_rates_follow_what_was_measured_and_never_jump(
         learnt = learnt.after_prefill(0, tokens, seconds)
     if seconds > 2 * cost.prefill_fixed_s:
         assert learnt.prefill_s(0, tokens) == pytest.approx(seconds, rel=0.05)
+
+
+def taken(here: Situation, chosen: str, truth: CostModel) -> tuple[float, Measured | None]:
+    """What a plan takes where `truth` holds, and what each end took for itself."""
+    start, total = here.in_pool, here.total
+    if chosen == "re-prefill":
+        return truth.prefill_s(start, total), None
+    if chosen == "reload":
+        loaded = start + here.loadable
+        return truth.load_s(here.loadable) + truth.prefill_s(loaded, total), None
+    first, last = here.both_range
+    meeting = min(
+        range(first, last + 1, 64),
+        key=lambda at: max(truth.load_s(last - at), truth.prefill_s(start, at)),
+    )
+    seconds = truth.both_s(start, first, last) + truth.prefill_s(last, total)
+    pieces = [(at, min(at + 512, meeting)) for at in range(start, meeting, 512)]
+    prefill_s = sum(truth.prefill_s(*piece) for piece in pieces)
+    loaded = last - meeting
+    beside_s = loaded * truth.load_cpu_s_per_token
+    return seconds, Measured(loaded, truth.load_s(loaded), pieces, prefill_s + beside_s)
+
+
+def learnt(cost: CostModel, here: Situation, plan: Plan, truth: CostModel) -> CostModel:
+    """As Restorer.learn does it."""
+    _, ends = taken(here, plan.chosen, truth)
+    if ends is not None:
+        cost = cost.after_both(ends)
+    elif plan.chosen == "reload":
+        cost = cost.after_load(here.loadable, truth.load_s(here.loadable))
+        loaded = here.in_pool + here.loadable
+        cost = cost.after_prefill(loaded, here.total, truth.prefill_s(loaded, here.total))
+    else:
+        cost = cost.after_prefill(
+            here.in_pool, here.total, truth.prefill_s(here.in_pool, here.total)
+        )
+    return cost.after_no_load() if plan.leaves_loading_untried else cost
+
+
+@given(
+    st.integers(500, 8000),
+    st.floats(1e-5, 1e-2),
+    st.floats(1e-5, 1e-2),
+    st.sampled_from([0.1, 1.0, 10.0]),
+    st.sampled_from([0.1, 1.0, 10.0]),
+)
+def test_estimates_that_are_far_off_are_put_right(
+    history: int, load_s: float, prefill_s: float, load_off: float, prefill_off: float
+) -> None:
+    """Ten times too fast or too slow, whichever plan that leads to at first."""
+    truth = CostModel(
+        load_s_per_token=load_s,
+        load_cpu_s_per_token=load_s / 10,
+        prefill_s_per_token=prefill_s,
+        prefill_s_per_token_pair=prefill_s / 10_000,
+    )
+    cost = replace(
+        truth,
+        load_fixed_s=truth.load_fixed_s * load_off,
+        load_s_per_token=truth.load_s_per_token * load_off,
+        prefill_fixed_s=truth.prefill_fixed_s * prefill_off,
+        prefill_s_per_token=truth.prefill_s_per_token * prefill_off,
+        prefill_s_per_token_pair=truth.prefill_s_per_token_pair * prefill_off,
+    )
+    here = Situation(history + 40, 0, history, history)
+    for _ in range(60):
+        cost = learnt(cost, here, choose(here, cost), truth)
+    took = {way: 1e3 * taken(here, way, truth)[0] for way in ("reload", "re-prefill", "both")}
+    best = min(took.values())
+    assert took[choose(here, cost).chosen] <= max(1.15 * best, best + 2 * EXACT_IS_WORTH_MS)
+
+
+@given(RATES, st.integers(1, 8000), st.floats(1e-3, 1e3))
+def test_one_busy_turn_moves_little(cost: CostModel, tokens: int, busy: float) -> None:
+    pieces = [(0, tokens)]
+    prefill_s = cost.prefill_s(0, tokens) + tokens * cost.load_cpu_s_per_token
+    ends = Measured(tokens, busy * cost.load_s(tokens), pieces, busy * prefill_s)
+    after = cost.after_both(ends)
+    for rate in ("load_s_per_token", "prefill_s_per_token"):
+        assert 0.6 <= getattr(after, rate) / getattr(cost, rate) <= 1.6
+
+
+@given(situations(), RATES, st.floats(1.0, 10.0))
+def test_slower_rates_never_promise_less(here: Situation, cost: CostModel, factor: float) -> None:
+    before = choose(here, cost).alternatives_ms
+    for rate in ("load_s_per_token", "prefill_s_per_token", "prefill_fixed_s", "load_fixed_s"):
+        after = choose(here, replace(cost, **{rate: factor * getattr(cost, rate)})).alternatives_ms
+        assert all(after[way] >= before[way] * (1 - 1e-9) for way in before)
 
 
 def test_the_file_keeps_models_apart_and_survives_nonsense(tmp_path) -> None:  # type: ignore[no-untyped-def]
