@@ -32,12 +32,13 @@ class Arriving(Protocol):
 
     @property
     def wait_layer(self) -> Callable[[int], None] | None:
-        """Waits until a layer's KV is in the run; raises LayerMissing where some never will be.
-        None: whatever `next_gap` counts as there is there in all layers."""
+        """Waits until a layer's KV in front of the last `next_gap` is in the run; raises
+        LayerMissing where some never will be. None: it is there in all layers."""
 
     def next_gap(self, position: int, total: int, limit: int) -> tuple[int, int]:
-        """The next tokens to compute, [start, stop): start >= position unless a layer was missing,
-        all before start have their KV; at most `limit` tokens, at least the last of `total`."""
+        """The next tokens to compute, [start, stop): start >= position, and all before it have
+        their KV, or will have where there is `wait_layer`; at most `limit` tokens, at least the
+        last of `total`."""
 
 
 class Preempted(Exception):
@@ -98,11 +99,13 @@ class Engine:
         while sequence.num_cached < total:
             if cancelled is not None and cancelled():
                 raise Cancelled
-            piece = Piece(sequence, total, is_background=is_background)
+            piece = Piece(sequence, sequence.num_cached, total, is_background=is_background)
             if arriving is not None:
                 gap = arriving.next_gap(sequence.num_cached, total, CHUNK_TOKENS)
-                sequence.num_cached, piece.stop = gap
+                piece.start, piece.stop = gap
                 piece.wait_layer = arriving.wait_layer
+                if piece.wait_layer is None:  # else what is in front of it is not there yet
+                    sequence.num_cached = piece.start
             try:
                 logits = self.scheduler.run(piece, cancelled)
             except LayerMissing:
@@ -128,39 +131,49 @@ class Engine:
         Raises Preempted where its next block finds no room beside those of others: give its blocks
         back, and call again with the logits after its last id.
         """
-        with self.scheduler.decoding():
+        try:
             for count in range(max_new_tokens):
                 token = sampler.pick(logits)
                 sequence.ids.append(token)
                 yield token, logits
                 last = token in stop_ids or count + 1 == max_new_tokens
-                if last or len(sequence.ids) >= self.max_tokens or (cancelled and cancelled()):
+                total = len(sequence.ids)
+                if last or total >= self.max_tokens or (cancelled and cancelled()):
                     return
-                self._grow(sequence)
-                logits = self.scheduler.run(Piece(sequence, len(sequence.ids), is_decode=True))
+                if not self._has_room(sequence):
+                    raise Preempted
+                logits = self.scheduler.run(Piece(sequence, total - 1, total, is_decode=True))
+        finally:
+            self.scheduler.leave(sequence)
 
     def reserve(self, sequence: TokenSequence, cancelled: Callable[[], bool] | None = None) -> None:
-        """Room for all of the sequence's ids, when others have given it back; waits for that.
+        """Room for all of the sequence's ids: waits until others have given it back, in the order
+        in which turns came to ask. Where all who could are waiting themselves, the sequence's own
+        blocks go to those in front, and its KV with them.
 
         Raises Cancelled, and ContextFull where nobody is left who could give any back.
         """
-        while True:
-            try:
-                return self.pool.reserve(sequence.run, len(sequence.ids))
-            except ContextFull:
-                if self.memory.num_in_use <= 1:
-                    raise
-            if cancelled is not None and cancelled():
-                raise Cancelled
-            self.pool.wait_for_room(POLL_S)
+        if len(sequence.ids) <= sequence.run.capacity:
+            return
+        memory = self.memory
+        with memory.waiting(sequence):
+            while not (memory.is_next(sequence) and self._has_room(sequence)):
+                if cancelled is not None and cancelled():
+                    raise Cancelled
+                if sequence.run.num_blocks and not memory.is_next(sequence) and memory.all_wait():
+                    memory.drop(sequence)
+                self.pool.wait_for_room(POLL_S)
 
-    def _grow(self, sequence: TokenSequence) -> None:
+    def _has_room(self, sequence: TokenSequence) -> bool:
+        """Reserve what the sequence's ids need; False where others have to give it back first.
+        Raises ContextFull where there are none."""
         try:
             self.pool.reserve(sequence.run, len(sequence.ids))
         except ContextFull:
-            if self.memory.num_in_use <= 1:
+            if not self.memory.others_hold_blocks(sequence):
                 raise
-            raise Preempted from None
+            return False
+        return True
 
     def _forward(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
         """One pass of the model over the new tokens of several sequences."""
@@ -168,10 +181,8 @@ class Engine:
         spans = []
         for piece in pieces:
             sequence = piece.sequence
-            ids += sequence.ids[sequence.num_cached : piece.stop]
+            ids += sequence.ids[piece.start : piece.stop]
             spans.append(
-                RunSpan(
-                    self.pool, sequence.run, sequence.num_cached, piece.length, piece.wait_layer
-                )
+                RunSpan(self.pool, sequence.run, piece.start, piece.length, piece.wait_layer)
             )
         return list(self.decoder.forward(torch.tensor(ids, device=self.decoder.device), spans))

@@ -8,7 +8,6 @@ consecutive, which attention is fast because of, so they cannot be shared in pla
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -22,28 +21,34 @@ class Memory:
 
     def __init__(self, pool: BlockPool, max_idle_tokens: int) -> None:
         self.pool, self.max_idle_tokens = pool, max_idle_tokens
-        self._lock = threading.RLock()
+        # The pool's own: it asks for room while it holds that, and we ask it while we hold ours.
+        self._lock = pool.lock
         # From the least to the most recently used; a name is there while its KV is worth finding.
         self._named: dict[str, TokenSequence] = {}
         self._in_use: list[TokenSequence] = []
+        self._queue: list[TokenSequence] = []  # those that wait for room, the first one first
         pool.reclaim = self.reclaim
 
     def sequence(self, name: str, is_shareable: bool = True) -> TokenSequence:
         """The sequence called `name` (a session), with what KV of it is still here."""
         with self._lock:
-            return self._named.setdefault(name, TokenSequence(is_shareable=is_shareable))
+            known = self._named.get(name)
+            return known or TokenSequence(name=name, is_shareable=is_shareable)
 
     @contextmanager
     def use(self, sequence: TokenSequence) -> Iterator[None]:
         """Keep the sequence's blocks from being taken until the block of code ends."""
         with self._lock:
             self._in_use.append(sequence)
+            if sequence.name is not None and self._named.get(sequence.name) is not sequence:
+                self.forget(sequence.name)
+                self._named[sequence.name] = sequence
         try:
             yield
         finally:
             with self._lock:
                 self._in_use.remove(sequence)
-                self._touch(sequence)
+                self._leave(sequence)
                 while self.num_idle_tokens > self.max_idle_tokens and self.reclaim():
                     pass
                 self.pool.notify()
@@ -62,29 +67,36 @@ class Memory:
         with self._lock:
             sequence = self._named.get(name)
             if sequence is not None and sequence not in self._in_use:
-                del self._named[name]
-                self._release(sequence)
+                self.drop(sequence)
+
+    def drop(self, sequence: TokenSequence) -> None:
+        """Give the sequence's blocks back."""
+        with self._lock:
+            sequence.become(sequence.ids, 0)
+            self.pool.release(sequence.run)  # wakes those that wait
+            if sequence.name is not None and sequence not in self._in_use:
+                self._named.pop(sequence.name, None)
 
     def share(self, sequence: TokenSequence, ids: Sequence[int]) -> int:
         """Copy the KV of what another sequence begins with like `ids` where that is at least a
         block more than `sequence` has; how many tokens were copied. The sequence is in use."""
-        with self._lock:
-            mine = sequence.common_prefix(ids)
+        with self._lock:  # no run moves or is given away meanwhile
             if not sequence.is_shareable:
                 return 0
-            others = [
-                other
+            mine = sequence.common_prefix(ids)
+            found = [
+                (other.version, other.common_prefix(ids), other)
                 for other in self._named.values()
                 if other is not sequence and other.is_shareable
             ]
-            longest = max(others, key=lambda other: other.common_prefix(ids), default=None)
+            version, theirs, longest = max(found, key=lambda one: one[1], default=(0, 0, sequence))
             # The last token is computed in any case, since its logits are wanted.
-            theirs = min(longest.common_prefix(ids), len(ids) - 1) if longest else 0
-            if longest is None or theirs - mine < BLOCK_TOKENS:
+            theirs = min(theirs, len(ids) - 1)
+            if theirs - mine < BLOCK_TOKENS:
                 return 0
             self._in_use.append(longest)  # making room must not take what is to be copied
             try:
-                sequence.num_cached = mine
+                sequence.become(ids, mine)
                 self.pool.reserve(sequence.run, len(ids))
             except ContextFull:
                 return 0
@@ -92,33 +104,62 @@ class Memory:
                 self._in_use.remove(longest)
             source = self.pool.slots(longest.run, mine, theirs)
             self.pool.slots(sequence.run, mine, theirs).copy_(source)
-            sequence.become(ids, theirs)
+            if longest.version != version:  # its turn has begun to write over what was copied
+                return 0
+            sequence.num_cached = theirs
             return theirs - mine
 
     def reclaim(self) -> bool:
         """Give back the blocks of the idle sequence that was used longest ago; False: none is."""
         with self._lock:
             victim = next(iter(self._idle()), None)
-            if victim is None:
-                return False
-            self._release(victim)
-            return True
+            if victim is not None:
+                self.drop(victim)
+            return victim is not None
+
+    # --- waiting for room -----------------------------------------------------------------------
+
+    @contextmanager
+    def waiting(self, sequence: TokenSequence) -> Iterator[None]:
+        """Stand in the queue for room."""
+        with self._lock:
+            self._queue.append(sequence)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._queue.remove(sequence)
+                self.pool.notify()
+
+    def is_next(self, sequence: TokenSequence) -> bool:
+        """Whether nobody stands in the queue in front of the sequence."""
+        with self._lock:
+            return not self._queue or self._queue[0] is sequence
+
+    def others_hold_blocks(self, sequence: TokenSequence) -> bool:
+        """Whether others in use could give any back one day."""
+        with self._lock:
+            return any(other.run.num_blocks for other in self._in_use if other is not sequence)
+
+    def all_wait(self) -> bool:
+        """Whether nobody is left who goes on and gives blocks back at its end."""
+        with self._lock:
+            return all(sequence in self._queue for sequence in self._in_use)
+
+    # --- inside ---------------------------------------------------------------------------------
 
     def _idle(self) -> list[TokenSequence]:
         return [
             sequence
             for sequence in self._named.values()
-            if sequence.run.num_blocks and not any(sequence is used for used in self._in_use)
+            if sequence.run.num_blocks and sequence not in self._in_use
         ]
 
-    def _touch(self, sequence: TokenSequence) -> None:
-        """Make it the most recently used one; sequences without a name leave no KV behind."""
-        name = next((name for name, held in self._named.items() if held is sequence), None)
-        if name is not None:
-            self._named[name] = self._named.pop(name)
+    def _leave(self, sequence: TokenSequence) -> None:
+        """Make it the most recently used one; what has no name or no KV leaves nothing behind."""
+        if sequence in self._in_use:
+            return
+        if sequence.name is None or not sequence.run.num_blocks:
+            self.drop(sequence)
         else:
-            self._release(sequence)
-
-    def _release(self, sequence: TokenSequence) -> None:
-        self.pool.release(sequence.run)
-        sequence.num_cached = 0
+            self._named[sequence.name] = self._named.pop(sequence.name)

@@ -49,7 +49,8 @@ class BlockPool:
     kv: [num_layers, 2 (keys, values), num_kv_heads, num_blocks * BLOCK_TOKENS, head_dim].
     Memory is committed by the system as it is first written, so a large pool costs little.
     Several threads may reserve and release, each only the runs of its own turn; `reclaim` is asked
-    for room where there is none, until it says that it has no more to give.
+    for room where there is none, until it says that it has no more to give. Runs change under
+    `lock` alone.
     """
 
     config: ModelConfig
@@ -60,7 +61,8 @@ class BlockPool:
     reclaim: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
-        self._changed = threading.Condition(threading.RLock())
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
         config = self.config
         slots = self.num_blocks * BLOCK_TOKENS
         self.kv = torch.empty(

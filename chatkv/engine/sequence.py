@@ -13,13 +13,15 @@ class TokenSequence:
     """The token ids of one conversation, and how many of them have their KV in the pool.
 
     Invariant: KV of ids[:num_cached] is in `run`; num_cached <= len(ids). KV that a lossy codec
-    may have changed is not shareable.
+    may have changed is not shareable. A sequence without a name keeps no KV when it is not in use.
     """
 
     ids: list[int] = field(default_factory=list)
     run: Run = field(default_factory=Run)
     num_cached: int = 0
     is_shareable: bool = True
+    name: str | None = None
+    version: int = 0  # while it is the same, ids and num_cached have only grown
 
     def common_prefix(self, ids: Sequence[int]) -> int:
         """How many leading tokens of `ids` have their KV here."""
@@ -33,4 +35,7 @@ class TokenSequence:
 
     def become(self, ids: Sequence[int], num_cached: int) -> None:
         """Hold `ids`, the first num_cached of which (at most `common_prefix`) keep their KV."""
+        # Before and after: who copies from here meanwhile must notice.
+        self.version += 1
         self.ids, self.num_cached = list(ids), num_cached
+        self.version += 1

@@ -3,7 +3,7 @@
 Prefill of what follows the history needs a layer's KV only when it gets to that layer. So it
 begins at once, as if all were there, and waits in front of each layer. Where some of the KV turns
 out to be damaged or missing, what was computed on it is thrown away, and prefill begins again
-where the sound part ends.
+where the sound part ends. Where others would have to wait with it, it begins when all is there.
 """
 
 from __future__ import annotations
@@ -40,17 +40,23 @@ class LayerLoad:
     """The KV of tokens [start, expected) of one sequence on its way into the pool.
 
     load(on_group) reads it: on_group(group, num_cached) says that a group of layers is as complete
-    as it will be, for so many tokens from the first on.
+    as it will be, for so many tokens from the first on. is_alone(): whether nobody else computes.
     """
 
     def __init__(
-        self, start: int, expected: int, layout: KVLayout, load: Callable[[OnGroup], Arrived]
+        self,
+        start: int,
+        expected: int,
+        layout: KVLayout,
+        load: Callable[[OnGroup], Arrived],
+        is_alone: Callable[[], bool] = lambda: True,
     ) -> None:
         self._start, self._expected, self._layout, self._load = start, expected, layout, load
+        self._is_alone = is_alone
         self._changed = threading.Condition()
         self._layers_ready = 0
         self._is_short = False
-        self._is_first = True
+        self.wait_layer: Callable[[int], None] | None = None  # of the last gap (see `Arriving`)
         self.waited_s = 0.0  # that prefill spent in front of layers
         self.arrived: Arrived | None = None
         self.error: Exception | None = None
@@ -75,29 +81,31 @@ class LayerLoad:
         return self.arrived.notices if self.arrived else ()
 
     def next_gap(self, position: int, total: int, limit: int) -> tuple[int, int]:
-        """At first what follows the expected history; once a layer was missing, what follows the
+        """While layers are on their way, what follows the expected history; else what follows the
         part of it that is sound (see `Arriving`)."""
-        if self._is_first:
-            self._is_first = False
-            position = self._expected
-        elif self._is_short and position >= self._expected:
-            self._thread.join()
-            position = self.arrived.num_cached if self.arrived else self._start
-            self._is_short = False
-        return position, min(total, position + limit)
+        if self._is_short or not self._is_alone():
+            self.close()
+        if self._thread.is_alive():
+            self.wait_layer, start = self._wait_layer, self._expected
+        else:
+            self.wait_layer = None
+            start = self.arrived.num_cached if self.arrived else self._start
+        start = max(start, position)
+        return start, min(total, start + limit)
 
-    def wait_layer(self, layer: int) -> None:
-        """Wait until a layer is in the pool; LayerMissing where it will not be whole."""
+    def close(self) -> None:
+        """Wait for the end of the load; nothing is written into the pool afterwards."""
+        began = time.perf_counter()
+        self._thread.join()
+        self.waited_s += time.perf_counter() - began
+
+    def _wait_layer(self, layer: int) -> None:
         began = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._is_short or layer < self._layers_ready)
             self.waited_s += time.perf_counter() - began
             if self._is_short:
                 raise LayerMissing
-
-    def close(self) -> None:
-        """Wait for the end of the load; nothing is written into the pool afterwards."""
-        self._thread.join()
 
     def _run(self) -> None:
         try:

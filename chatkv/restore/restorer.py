@@ -21,6 +21,7 @@ from chatkv.restore.both_ends import BothEnds
 from chatkv.restore.calibration import Calibration, Progress, calibrate
 from chatkv.restore.cost import CostFile
 from chatkv.restore.layers import Arrived, LayerLoad
+from chatkv.restore.misses import Departure, cause, departure_in_memory, departure_on_disk
 from chatkv.restore.plan import Plan, Situation, Wanted, choose, survey
 from chatkv.restore.saver import DiskTier, Saver, pool_bits
 from chatkv_store.blocks import Match, StoredBlock
@@ -43,6 +44,9 @@ class Planned:
     situation: Situation
     match: Match | None  # None: the disk was not asked, since the pool holds all of the history
     stored: list[StoredBlock | None]  # block by block, also behind gaps
+    wanted: Wanted = "auto"
+    exact: bool = False
+    departure: Departure | None = None  # from what is kept, in memory or else on disk
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Restored:
 
     plan: Plan
     reused: int
+    departure: Departure | None = None  # where it differs from what is kept
     arrived: Arrived | None = None  # loaded before prefill begins
     arriving: BothEnds | LayerLoad | None = None  # on its way still; close it after the prefill
     notices: tuple[str, ...] = ()
@@ -115,6 +120,7 @@ class Restorer:
         history: leading ids whose KV an earlier turn has computed, so that it should be found.
         Raises PersistenceError where `exact` forbids what would have to be done.
         """
+        departure = departure_in_memory(sequence, ids)
         self.engine.memory.share(sequence, ids)
         in_pool = min(sequence.common_prefix(ids), len(ids) - 1)
         if exact and self.disk is not None and self.disk.is_lossy and in_pool < history:
@@ -127,21 +133,33 @@ class Restorer:
         matched = match.num_tokens if match else 0
         situation = survey(len(ids), history, in_pool, matched, stored)
         plan = choose(situation, self.cost, wanted, exact)
-        return Planned(plan, list(ids), situation, match, stored)
+        departure = departure or departure_on_disk(match, ids)
+        return Planned(
+            plan, list(ids), situation, match, stored, wanted, exact, departure=departure
+        )
 
     def restore(
         self,
         sequence: TokenSequence,
         planned: Planned,
         on_progress: Callable[[int, int], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
     ) -> Restored:
         """Make `sequence` hold the planned ids, with as much of their KV in the pool as the plan
-        says. The rest is prefill's, which must be told of `arriving` where that is set."""
+        says. The rest is prefill's, which must be told of `arriving` where that is set.
+
+        Waits for room, and raises what `Engine.reserve` does.
+        """
         situation = planned.situation
         sequence.become(planned.ids, num_cached=situation.in_pool)
+        self.engine.reserve(sequence, cancelled)
+        if sequence.num_cached < situation.in_pool:  # others had its blocks meanwhile
+            history, wanted, exact = situation.history, planned.wanted, planned.exact
+            again = self.plan(sequence, planned.ids, history, wanted, exact)
+            return self.restore(sequence, again, on_progress, cancelled)
         if self._saver is not None:
             self._saver.begin(sequence, [block for block in planned.stored if block is not None])
-        result = Restored(planned.plan, reused=situation.in_pool)
+        result = Restored(planned.plan, situation.in_pool, planned.departure)
         if planned.plan.chosen == "reload" and planned.match is not None:
             result = self._reload(sequence, planned.match, result, on_progress)
         elif planned.plan.chosen == "both":
@@ -197,8 +215,7 @@ class Restorer:
         self.save(sequence, tail=True)
         if self.disk is not None:
             self.disk.writer.flush(SWAP_S)
-        self.engine.pool.release(sequence.run)
-        sequence.num_cached = 0
+        self.engine.memory.drop(sequence)
 
     # --- inside ---------------------------------------------------------------------------------
 
@@ -239,7 +256,6 @@ class Restorer:
     ) -> Restored:
         """Load the history, or begin to, where prefill may as well start on its first layers."""
         assert self._saver is not None
-        self.engine.pool.reserve(sequence.run, len(sequence.ids))
         self._saver.loaded(sequence, match.blocks)
         groups = self.layout.num_values
 
@@ -254,7 +270,7 @@ class Restorer:
 
         expected = max(result.reused, min(match.num_tokens, len(sequence.ids) - 1))
         if self._may_overlap(expected - result.reused):
-            layers = LayerLoad(result.reused, expected, self.layout, load)
+            layers = LayerLoad(result.reused, expected, self.layout, load, self._is_alone)
             return replace(result, arriving=layers)
         arrived = load()
         sequence.num_cached = arrived.num_cached
@@ -263,9 +279,12 @@ class Restorer:
     def _may_overlap(self, num_tokens: int) -> bool:
         """Whether the new prompt should start while history loads: not where loading is the work
         of the cores that would compute, nor where the model is busy with others meanwhile."""
-        cost, is_alone = self.cost, self.engine.memory.num_in_use <= 1
+        cost = self.cost
         idle_s = num_tokens * (cost.load_s_per_token - cost.load_cpu_s_per_token)
-        return is_alone and self.layout.num_values > 1 and idle_s > OVERLAP_S
+        return self._is_alone() and self.layout.num_values > 1 and idle_s > OVERLAP_S
+
+    def _is_alone(self) -> bool:
+        return self.engine.memory.num_in_use <= 1
 
     def _load(
         self,
@@ -301,7 +320,6 @@ class Restorer:
 
     def _load_from_the_end(self, sequence: TokenSequence, planned: Planned) -> BothEnds:
         """Begin to load the stored blocks, the last ones first, beside the prefill that follows."""
-        self.engine.pool.reserve(sequence.run, len(sequence.ids))
         bits = pool_bits(self.engine.pool, sequence)
 
         def load(blocks: Sequence[StoredBlock]) -> tuple[int, int]:
@@ -325,10 +343,18 @@ class Restorer:
 
     def _alarm(self, sequence: TokenSequence, planned: Planned) -> tuple[str, ...]:
         """History that has to be computed again although nobody asked for it is always said."""
-        situation, match = planned.situation, planned.match
-        missing = situation.history - max(situation.available, sequence.num_cached)
-        if missing <= 0 or match is None or match.miss is None:
+        history, in_pool = planned.situation.history, planned.situation.in_pool
+        is_there = set(range(in_pool))
+        for block in planned.stored:
+            if block is not None:
+                is_there.update(range(block.start, block.start + block.num_tokens))
+        missing = history - len(is_there & set(range(history)))
+        if missing <= 0:
             return ()
-        return (
-            f"{missing} tokens of history have no stored KV and are computed again: {match.miss}",
-        )
+        why = "nothing is kept on disk"
+        if self.disk is not None:
+            found = planned.match.num_tokens if planned.match is not None else 0
+            why = cause(self.disk.store, self.disk.namespace, planned.ids[:history], found)
+            if planned.match is not None and planned.match.miss is not None:
+                why = f"{planned.match.miss}; {why}"
+        return (f"{missing} tokens of history have no stored KV and are computed again: {why}",)
