@@ -265,7 +265,7 @@ class Conversation:
             rng_draws_after=sampler.draws,
             state="interrupted" if record.finish == "interrupted" else "done",
             finish_reason=record.finish,
-            stats=record.to_json(len(reply.ids)),
+            stats=record.to_json(len(reply.ids), self.model.tokenizer.decode),
         )
         log = self.log
         self.sequence.become(log, self.sequence.common_prefix(log))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -86,14 +87,39 @@ class TurnRecord:
             decode_tokens_per_s=rate,
         )
 
-    def to_json(self, num_generated: int) -> dict[str, Any]:
-        """What is kept with the turn, for `chatkv why`."""
+    def to_json(self, num_generated: int, decode: Callable[..., str]) -> dict[str, Any]:
+        """What is kept with the turn, for `chatkv why`; `decode` tells the text of tokens."""
         measures = measures_to_json(
             self.tokens(num_generated), self.plan, self.plan_actual_ms, self.timing()
         )
         notices = self.restored.all_notices if self.restored else ()
         num_bytes = self.restored.num_bytes if self.restored else 0
-        return measures | {"loaded_bytes": num_bytes, "notices": list(notices)}
+        measures["plan"]["regret_ms"] = self._regret_ms
+        return measures | {
+            "loaded_bytes": num_bytes,
+            "departure": self._departure(decode),
+            "notices": list(notices),
+        }
+
+    @property
+    def _regret_ms(self) -> float | None:
+        """How much longer the turn took than the best plan was expected to; negative: less."""
+        ways = self.plan.alternatives_ms
+        if not ways or self._prefilled_at is None:
+            return None
+        return round(self.plan_actual_ms - min(ways.values()), 2)
+
+    def _departure(self, decode: Callable[..., str]) -> dict[str, Any] | None:
+        """The first token that differs from what was kept, with its text, beside that."""
+        departure = self.restored.departure if self.restored else None
+        if departure is None:
+            return None
+        return {
+            "position": departure.position,
+            "where": departure.where,
+            "token": {"id": departure.token, "text": decode([departure.token], skip_special=False)},
+            "other": {"id": departure.other, "text": decode([departure.other], skip_special=False)},
+        }
 
     def _since_began_ms(self, moment: float | None) -> float:
         return 0.0 if moment is None else (moment - self._began) * 1e3
