@@ -17,6 +17,13 @@ NAMES = {
     "re-prefill": "compute everything again",
     "both": "both ends at once",
 }
+VERBS = {
+    "reload": "reload from disk",
+    "re-prefill": "compute everything again",
+    "both": "do both at once",
+}
+# Beyond what nobody notices, a turn that took longer than the fastest plan was promised says so.
+REGRET_MS, REGRET_SHARE = 20.0, 0.25
 
 
 @click.command()
@@ -43,7 +50,7 @@ def why(output: Output, session: str, turn: int | None) -> None:
         output.record({"session": found.id, "turn": number, **chosen.stats})
         return
     output.line(f"turn {number} of {found.id} · {printable(found.title) or 'untitled'}", bold=True)
-    for line in explain(chosen.stats):
+    for line in explain(chosen.stats, num_new=len(chosen.prompt_ids)):
         output.line(line)
     ways = _ways(chosen.stats["plan"])
     if len(ways) > 1:
@@ -58,9 +65,9 @@ def why(output: Output, session: str, turn: int | None) -> None:
         )
 
 
-def explain(stats: dict[str, Any]) -> list[str]:
-    """The turn in sentences."""
-    tokens, plan, timing = stats["tokens"], stats["plan"], stats["timing"]
+def explain(stats: dict[str, Any], num_new: int) -> list[str]:
+    """The turn in sentences; num_new: tokens of its message, which had to be computed."""
+    tokens, timing = stats["tokens"], stats["timing"]
     came = [
         f"{count(tokens[key])} {words}"
         for key, words in (
@@ -70,37 +77,59 @@ def explain(stats: dict[str, Any]) -> list[str]:
         )
         if tokens[key]
     ]
-    lines = [f"Before the answer stood {plural(tokens['prompt'], 'token')}: {_listed(came)}."]
-    lines.append(_reason(plan))
-    lines += [f"Note: {notice}." for notice in stats.get("notices", [])]
+    again = tokens["computed"] - num_new
+    and_so = f", {count(again)} of them once more" if again > 0 else ""
+    before = plural(tokens["prompt"], "token")
+    lines = [f"Before the answer stood {before}: {_listed(came)}{and_so}."]
+    if stats.get("departure"):
+        lines.append(_departed(stats["departure"]))
+    lines += _reason(stats["plan"], stats.get("regret_ms"))
+    lines += [f"Note: {printable(notice)}." for notice in stats.get("notices", [])]
     if timing["ttft_ms"]:
-        lines.append(
-            f"The first token came after {_ms(timing['ttft_ms'])}: {_ms(timing['restore_ms'])} to "
-            f"look up and load, {_ms(timing['prefill_ms'])} to compute."
-        )
+        lines.append(_time(timing))
     if timing["decode_tokens_per_s"]:
         rate = timing["decode_tokens_per_s"]
         lines.append(f"Then {plural(tokens['generated'], 'token')} at {rate:.0f} a second.")
     return lines
 
 
-def _reason(plan: dict[str, Any]) -> str:
+def _departed(departure: dict[str, Any]) -> str:
+    now, before = (_quoted(departure[key]["text"]) for key in ("token", "other"))
+    return (
+        f"Up to token {count(departure['position'])} it agrees with what was kept "
+        f"{'in memory' if departure['where'] == 'memory' else 'on disk'}; "
+        f"there {before} stood, and now {now} does."
+    )
+
+
+def _reason(plan: dict[str, Any], regret_ms: float | None) -> list[str]:
+    """Why this plan, what it took, what the next best would have, and whether that was right."""
     chosen, ways = plan["chosen"], plan["alternatives_ms"]
     if chosen == "none":
-        return "Nothing had to be restored."
+        return ["Nothing had to be restored."]
+    took = f"{_ms(plan['predicted_ms'])} expected, {_ms(plan['actual_ms'])} taken"
+    said = f"It was restored by: {NAMES[chosen]}: {took}"
     others = {way: ms for way, ms in ways.items() if way != chosen}
-    said = f"It was restored by: {NAMES[chosen]}, expected to take {_ms(plan['predicted_ms'])}"
     if not others:
-        return f"{said}; there was no other way."
+        return [f"{said}; there was no other way."]
     best = min(others, key=lambda way: others[way])
-    if abs(others[best] - plan["predicted_ms"]) < 1:
-        return f"{said}, as long as the next best way ({NAMES[best]})."
-    if others[best] > plan["predicted_ms"]:
-        return f"{said}, {_ms(others[best] - plan['predicted_ms'])} less than the next best way."
-    return (
-        f"{said}, {_ms(plan['predicted_ms'] - others[best])} more than the fastest way "
-        f"({NAMES[best]}): it was asked for, or is exact to the bit and hardly slower."
-    )
+    said += f"; to {VERBS[best]} would have taken about {_ms(others[best])}"
+    if others[best] < plan["predicted_ms"] - 1:
+        said += ", but this was asked for, or is exact to the bit and hardly slower"
+    lines = [f"{said}."]
+    if regret_ms is not None and regret_ms > max(REGRET_MS, REGRET_SHARE * min(ways.values())):
+        lines.append(f"That is {_ms(regret_ms)} more than the fastest way was expected to take.")
+    return lines
+
+
+def _time(timing: dict[str, Any]) -> str:
+    parts = [
+        (timing["restore_ms"], "to look up and load"),
+        (timing["prefill_ms"], "to compute"),
+        (timing["ttft_ms"] - timing["restore_ms"] - timing["prefill_ms"], "for the rest"),
+    ]
+    spent = [f"{_ms(ms)} {what}" for ms, what in parts if ms >= 0.5]
+    return f"The first token came after {_ms(timing['ttft_ms'])}: {_listed(spent)}."
 
 
 def _ways(plan: dict[str, Any]) -> list[dict[str, Any]]:
@@ -116,7 +145,14 @@ def _ways(plan: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def _quoted(text: str) -> str:
+    """A token's text: newlines and the like as their escapes, what it lacks as what it is."""
+    return printable(repr(text)) if text else "a token without text"
+
+
 def _listed(parts: list[str]) -> str:
+    if not parts:
+        return "nothing"
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 

@@ -76,7 +76,8 @@ class BothEnds:
 
     blocks[i]: what is stored for tokens from i * BLOCK_TOKENS on, None where nothing is. Those in
     front of block `first` are prefill's.
-    load(blocks) puts blocks into the pool; how many leading ones are sound, and the bytes read.
+    load(blocks) puts blocks into the pool; how many leading ones are sound, the bytes read, and
+    what is wrong with the next one.
     load_block_s: what loading a block is expected to take. compute_s(start, stop): what prefill is.
     """
 
@@ -86,7 +87,7 @@ class BothEnds:
         self,
         blocks: Sequence[StoredBlock | None],
         first: int,
-        load: Callable[[Sequence[StoredBlock]], tuple[int, int]],
+        load: Callable[[Sequence[StoredBlock]], tuple[int, int, str | None]],
         load_block_s: float,
         compute_s: Callable[[int, int], float],
     ) -> None:
@@ -104,6 +105,7 @@ class BothEnds:
         self.num_loaded = 0  # tokens that prefill skipped
         self.num_bytes = 0  # read for that
         self.measured = Measured()
+        self.damage: str | None = None  # of the first block that was not sound
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="kv-from-the-end", daemon=True)
         self._thread.start()
@@ -111,9 +113,12 @@ class BothEnds:
     @property
     def notices(self) -> tuple[str, ...]:
         """What a user should know of it by now."""
-        if self.error is None:
-            return ()
-        return (f"loading stopped, the rest was computed: {self.error}",)
+        lines = []
+        if self.damage is not None:
+            lines.append(f"stored KV is unusable and computed again: {self.damage}")
+        if self.error is not None:
+            lines.append(f"loading stopped, the rest was computed: {self.error}")
+        return tuple(lines)
 
     def next_gap(self, position: int, total: int, limit: int) -> tuple[int, int]:
         """The next tokens to compute, [start, stop) with start >= position and at most `limit` of
@@ -206,8 +211,9 @@ class BothEnds:
         wanted = [block for block in self._blocks[run.start : run.stop] if block is not None]
         sound = 0
         try:
-            sound, num_bytes = self._load(wanted)
+            sound, num_bytes, damage = self._load(wanted)
             self.num_bytes += num_bytes
+            self.damage = self.damage or damage
         except Exception as error:
             self.error = error
         with self._changed:

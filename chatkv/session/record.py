@@ -94,8 +94,8 @@ class TurnRecord:
         )
         notices = self.restored.all_notices if self.restored else ()
         num_bytes = self.restored.num_bytes if self.restored else 0
-        measures["plan"]["regret_ms"] = self._regret_ms
         return measures | {
+            "regret_ms": self._regret_ms,
             "loaded_bytes": num_bytes,
             "departure": self._departure(decode),
             "notices": list(notices),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from chatkv_store.blocks import BlockStore
 from program import Ran
 
 Program = Callable[..., Ran]
@@ -41,11 +43,89 @@ def test_why_tells_what_ask_told(ask: Program, program: Program) -> None:
     assert "Nothing had to be restored" in program("why", first["session"], "--turn", "1").out
 
 
+def test_why_tells_what_the_choice_cost(ask: Program, program: Program) -> None:
+    session = json.loads(ask("hello " * 60).out)["session"]
+    told = json.loads(ask("more", "-c", "--restore", "re-prefill").out)["plan"]
+    kept = json.loads(program("why", session, "--json").out)
+    best = min(told["alternatives_ms"].values())
+    assert kept["regret_ms"] == pytest.approx(told["actual_ms"] - best, abs=0.02)
+    words = program("why", session).out
+    assert "It was restored by: compute everything again" in words
+    assert "expected" in words and "taken; to reload from disk would have taken about" in words
+    assert "of them once more" in words
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (("--dtype", "bfloat16"), "it is stored for float32, and this turn computed in bfloat16"),
+        (("--kv-codec", "int8"), "it is stored as lossless, and this turn uses int8"),
+    ],
+)
+def test_why_names_whose_kv_is_stored_instead(
+    ask: Program, program: Program, change: tuple[str, ...], cause: str
+) -> None:
+    session = json.loads(ask("hello " * 60).out)["session"]
+    told = json.loads(ask("more", "-c", *change).out)
+    assert any("are computed again" in notice and cause in notice for notice in told["notices"])
+    assert cause in " ".join(program("why", session).out.split())
+
+
+def test_why_names_other_weights(
+    ask: Program, program: Program, tmp_path: Path, model: str
+) -> None:
+    mine = shutil.copytree(model, tmp_path / "mine")
+    session = json.loads(ask("hello " * 60, "--model", str(mine)).out)["session"]
+    weights = next(mine.glob("*.safetensors"))
+    packed = bytearray(weights.read_bytes())
+    packed[-2] ^= 1  # low bits of some weight
+    weights.write_bytes(packed)
+    told = json.loads(ask("more", "-c", "--model", str(mine)).out)
+    cause = "stored for other weights or another configuration of this model"
+    assert any(cause in notice for notice in told["notices"])
+    assert program("why", session).code == 0
+
+
+@pytest.mark.parametrize(
+    ("counted", "cause"),
+    [({}, "it was deleted"), ({"evicted_blocks": 3}, "3 evicted")],
+)
+def test_why_names_what_is_gone(
+    ask: Program, program: Program, home: Path, counted: dict[str, int], cause: str
+) -> None:
+    ask("something else")
+    session = json.loads(ask("hello " * 60).out)["session"]
+    assert program("cache", "rm", session, "-y").code == 0
+    with BlockStore(home / "cache" / "kv") as store:
+        store.count(**counted)
+    told = json.loads(ask("more", "-r", session).out)
+    assert any("are computed again" in notice and cause in notice for notice in told["notices"])
+    assert cause in " ".join(program("why", session).out.split())
+
+
+def test_why_shows_the_first_other_token(ask: Program, program: Program) -> None:
+    """Two branches of one conversation: the second finds the first one's KV up to its own word."""
+    session = json.loads(ask("hello " * 60).out)["session"]
+    fork = json.loads(program("sessions", "fork", session, "--json").out)["session"]
+    ask("more apples", "-r", session)
+    ask("more pears", "-r", fork)
+    kept = json.loads(program("why", fork, "--json").out)
+    departure = kept["departure"]
+    assert departure["where"] == "disk"
+    assert departure["token"] != departure["other"]
+    assert departure["position"] >= kept["tokens"]["reused"] + kept["tokens"]["loaded"]
+    words = " ".join(program("why", fork).out.split())
+    assert f"Up to token {departure['position']} it agrees with what was kept on disk" in words
+    assert repr(departure["other"]["text"])[1:-1] in words
+
+
 def test_why_names_a_miss(ask: Program, program: Program) -> None:
     session = json.loads(ask("hello " * 60).out)["session"]
     assert program("cache", "clear", "-y").code == 0
     ask("more", "-c")
-    assert "have no stored KV and are computed again" in program("why", session).out
+    words = " ".join(program("why", session).out.split())
+    assert "have no stored KV and are computed again" in words
+    assert "the KV cache is empty" in words
 
 
 def test_why_of_a_turn_that_is_not_there(ask: Program, program: Program) -> None:

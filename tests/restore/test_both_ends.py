@@ -42,7 +42,7 @@ class Walk:
             self.blocks, first, self.load, load_block_s, lambda start, stop: 1e-5 * (stop - start)
         )
 
-    def load(self, blocks: Sequence[StoredBlock]) -> tuple[int, int]:
+    def load(self, blocks: Sequence[StoredBlock]) -> tuple[int, int, str | None]:
         sound = (
             len(blocks) if self.behaviour.random() < 0.8 else self.behaviour.randrange(len(blocks))
         )
@@ -51,7 +51,7 @@ class Walk:
         time.sleep(self.behaviour.random() * 0.002)
         for block in blocks[:sound]:
             self.note(block.start, block.start + block.num_tokens, "loaded")
-        return sound, sound
+        return sound, sound, None if sound == len(blocks) else "damaged"
 
     def prefill(self, start: int, total: int) -> None:
         position = start
