@@ -322,14 +322,14 @@ class Restorer:
         """Begin to load the stored blocks, the last ones first, beside the prefill that follows."""
         bits = pool_bits(self.engine.pool, sequence)
 
-        def load(blocks: Sequence[StoredBlock]) -> tuple[int, int]:
+        def load(blocks: Sequence[StoredBlock]) -> tuple[int, int, str | None]:
             assert self.disk is not None and self._saver is not None
             done = load_blocks(self.disk.store, blocks, self.layout, bits, default_threads())
             sound = done.num_tokens_ok // blocks[0].num_tokens
             self._saver.loaded(sequence, blocks[:sound])
             if sound < len(blocks):
                 self._drop(sequence, blocks[sound])
-            return sound, done.bytes_read
+            return sound, done.bytes_read, next(iter(done.misses), None)
 
         # A block that is partly in the pool already is prefill's.
         first = -(-planned.situation.in_pool // BLOCK_TOKENS)
