@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from chatkv.restore.calibration import Calibration
     from chatkv.restore.cost import CostModel
 
+_TOKENS = 4096  # whose loading and computing is shown
+
 
 @click.command()
 @click.option("-m", "--model", metavar="MODEL", help="Another model than the embedded one.")
@@ -76,20 +78,27 @@ def _show(output: Output) -> None:
     output.rows(
         rows,
         [
-            Column("MODEL", lambda row: row["model"], colour="cyan"),
-            Column("LOAD", lambda row: _rate(row["load_s_per_token"]), is_number=True),
+            Column("MODEL", lambda row: row["model"], is_flexible=True, colour="cyan"),
+            Column("LOAD", lambda row: _rate(row["load_4k_s"]), is_number=True),
             Column("ERROR", lambda row: _error(row["load_error"]), is_number=True),
-            Column("PREFILL", lambda row: _rate(row["prefill_s_per_token"]), is_number=True),
-            Column("AT 4K", lambda row: f"{row['prefill_4k_s']:.2f} s", is_number=True),
+            Column("PREFILL", lambda row: _rate(row["prefill_4k_s"]), is_number=True),
             Column("ERROR", lambda row: _error(row["prefill_error"]), is_number=True),
-            Column("SEEN", lambda row: str(row["num_observations"]), is_number=True),
+            Column("SEEN", lambda row: f"{row['num_observations']:,}", is_number=True),
         ],
         empty="nothing is measured yet: `chatkv calibrate`, or just chat",
     )
+    if rows and output.is_human:
+        output.note(
+            "tokens a second for 4,096 tokens; ERROR: how far predictions were off lately; SEEN: "
+            "measurements and corrections so far"
+        )
 
 
 def _values(cost: CostModel) -> dict[str, Any]:
-    return asdict(cost) | {"prefill_4k_s": cost.prefill_s(0, 4096), "load_4k_s": cost.load_s(4096)}
+    return asdict(cost) | {
+        "prefill_4k_s": cost.prefill_s(0, _TOKENS),
+        "load_4k_s": cost.load_s(_TOKENS),
+    }
 
 
 def _measured(found: Calibration) -> list[dict[str, Any]]:
@@ -128,8 +137,8 @@ def _ms(seconds: float | None) -> str:
     return "" if seconds is None else f"{1e3 * seconds:.1f} ms"
 
 
-def _rate(seconds_per_token: float) -> str:
-    return f"{1 / seconds_per_token:,.0f}/s"
+def _rate(seconds: float) -> str:
+    return f"{_TOKENS / max(seconds, 1e-9):,.0f}/s"
 
 
 def _error(error: float | None) -> str:

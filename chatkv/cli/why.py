@@ -50,7 +50,7 @@ def why(output: Output, session: str, turn: int | None) -> None:
         output.record({"session": found.id, "turn": number, **chosen.stats})
         return
     output.line(f"turn {number} of {found.id} · {printable(found.title) or 'untitled'}", bold=True)
-    for line in explain(chosen.stats, num_new=len(chosen.prompt_ids)):
+    for line in explain(chosen.stats, num_new=len(chosen.prompt_ids) + (number > 1)):
         output.line(line)
     ways = _ways(chosen.stats["plan"])
     if len(ways) > 1:
@@ -66,7 +66,8 @@ def why(output: Output, session: str, turn: int | None) -> None:
 
 
 def explain(stats: dict[str, Any], num_new: int) -> list[str]:
-    """The turn in sentences; num_new: tokens of its message, which had to be computed."""
+    """The turn in sentences. num_new: tokens that no earlier turn had computed, which are those of
+    its message and the last one of the answer before it, which ended that answer."""
     tokens, timing = stats["tokens"], stats["timing"]
     came = [
         f"{count(tokens[key])} {words}"

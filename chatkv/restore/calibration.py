@@ -81,16 +81,19 @@ def calibrate(
 
 
 def fit_prefill(cost: CostModel, samples: Sequence[Sample]) -> CostModel:
-    """c, alpha and beta by least squares of the relative errors, none below zero."""
+    """c, alpha and beta by least squares of the relative errors, none below zero.
+
+    Where noise makes one negative, c or beta is left out; each token always costs something.
+    """
     lengths = np.array([sample.num_tokens for sample in samples], dtype=np.float64)
     seconds = np.array([sample.seconds for sample in samples])
     terms = np.stack([np.ones_like(lengths), lengths, lengths**2 / 2], axis=1) / seconds[:, None]
-    used = [0, 1, 2][: max(1, len(samples))]
+    used = [1, 0, 2][: max(1, len(samples))]
     while True:
         found = np.linalg.lstsq(terms[:, used], np.ones(len(samples)), rcond=None)[0]
         if found.min() >= 0 or len(used) == 1:
             break
-        used.pop(int(found.argmin()))
+        used.remove(min((term for term in used if term != 1), key=lambda t: found[used.index(t)]))
     fixed, linear, pairs = (
         float(max(0.0, found[used.index(term)])) if term in used else 0.0 for term in range(3)
     )

@@ -145,8 +145,23 @@ def test_calibrate_measures_fits_and_remembers(program: Program, model: str) -> 
     assert len(shown) == 1
     for name in ("load_s_per_token", "prefill_s_per_token", "prefill_fixed_s"):
         assert shown[0][name] == found[name]
-    human = program("calibrate", "--show").out
-    assert "LOAD" in human and "llama3" in human
+    human = program("calibrate", "--show")
+    assert "LOAD" in human.out and "llama3" in human.out
+    assert "tokens a second" in human.err
+
+
+def test_what_is_known_fits_a_terminal(terminal: Program, home: Path) -> None:
+    from chatkv.restore.cost import CostFile, CostModel
+
+    path = home / "cache" / "costs.json"
+    path.parent.mkdir()
+    cost = CostModel(load_error=0.04, prefill_error=1.5, num_observations=12_345)
+    CostFile(path).save("key", "A-Model-With-A-Long-Name-135M-Instruct.Q4_1, bfloat16, cpu", cost)
+    shown = terminal("calibrate", "--show", NO_COLOR="1").out
+    (row,) = [line for line in shown.splitlines() if "A-Model" in line]
+    assert len(row) <= 80
+    for part in ("±4%", "±150%", "12,345"):
+        assert part in row
 
 
 def test_a_model_is_measured_when_it_is_first_used(
