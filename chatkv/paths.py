@@ -39,6 +39,21 @@ class Folders:
         """Prepared models: one folder per weights digest."""
         return self.cache / "models"
 
+    @property
+    def socket(self) -> Path:
+        """Where the engine's process listens."""
+        return self.runtime / "engine.sock"
+
+    @property
+    def engine_lock(self) -> Path:
+        """Held by the engine's process, whose id it contains."""
+        return self.runtime / "engine.lock"
+
+    @property
+    def engine_log(self) -> Path:
+        """What the engine's process has to say."""
+        return self.runtime / "engine.log"
+
     def make(self) -> Folders:
         """Create the folders, readable by their owner alone; returns self."""
         for folder in (self.data, self.cache, self.config, self.runtime):

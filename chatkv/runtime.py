@@ -27,7 +27,8 @@ from chatkv.restore.calibration import Calibration
 from chatkv.restore.cost import CostFile, machine_name
 from chatkv.restore.restorer import Restorer
 from chatkv.restore.saver import DiskTier
-from chatkv.session.conversation import Conversation, ModelParts
+from chatkv.session.conversation import Conversation
+from chatkv.session.generation import ModelParts
 from chatkv_store.blocks import BlockStore
 from chatkv_store.budget import default_budget
 from chatkv_store.codec import by_name as codec_by_name
@@ -88,6 +89,7 @@ class Runtime:
         self._disk = self._open_disk()
         self._costs = CostFile(folders.costs)
         self._restorers: dict[str, Restorer] = {}
+        self._scratch: Restorer | None = None
         self.restorer = self.restorer_for(kv_codec)
         self.load_model_ms = (time.perf_counter() - began) * 1e3
         # Tests and benchmarks that must not depend on the clock switch the measuring off.
@@ -173,14 +175,7 @@ class Runtime:
                 "reads its tokens differently: leave --model out, or start a new session"
             )
         kv_codec = kv_codec or self.kv_codec
-        parts = ModelParts(
-            self.prepared.name,
-            self.engine,
-            self.restorer_for(kv_codec),
-            self.tokenizer,
-            self._template(session.created_at),
-            self.load_model_ms,
-        )
+        parts = self._parts(self.restorer_for(kv_codec), session.created_at)
         conversation = Conversation(parts, self.conversations, session)
         conversation.journal.held_with(
             self.prepared.name,
@@ -188,6 +183,43 @@ class Runtime:
             {**session.settings, **self._resumed_with(kv_codec)},
         )
         return conversation
+
+    def forget(self, session_id: str) -> None:
+        """Drop a session's KV from memory."""
+        for kv_codec in self._restorers:
+            self.restorer_for(kv_codec).forget(session_id)
+
+    def scratch_parts(self) -> ModelParts:
+        """What answers requests that leave nothing behind (`scratch`)."""
+        if self._scratch is None:
+            self._scratch = Restorer(self.engine, self.layout, None, self._costs, "")
+        return self._parts(self._scratch, time.time())
+
+    def status(self) -> dict[str, Any]:
+        """What is loaded, and how much of its memory is taken."""
+        pool = self.engine.pool
+        return {
+            "model": self.prepared.name,
+            "spec": self.model_spec,
+            "dtype": self.prepared.dtype,
+            "device": self.engine.decoder.device.type,
+            "context": self.engine.max_tokens,
+            "kv_tokens": {
+                "total": pool.num_blocks * BLOCK_TOKENS,
+                "free": pool.free_blocks * BLOCK_TOKENS,
+                "idle": self.engine.memory.num_idle_tokens,
+            },
+        }
+
+    def _parts(self, restorer: Restorer, began: float) -> ModelParts:
+        return ModelParts(
+            self.prepared.name,
+            self.engine,
+            restorer,
+            self.tokenizer,
+            self._template(began),
+            self.load_model_ms,
+        )
 
     def _open_disk(self) -> tuple[BlockStore, BlockWriter] | None:
         """The disk tier; where it cannot be used, the chat goes on without it and says so."""

@@ -51,6 +51,7 @@ def _no_real_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
                 patch.delenv(name)
         patch.setenv("CHATKV_HOME", str(tmp_path_factory.mktemp("forgotten-home")))
         patch.setenv("CHATKV_CALIBRATE", "0")  # decisions must not depend on the clock
+        patch.setenv("CHATKV_ENGINE", "off")  # a test that wants the engine's process says so
         yield
 
 

@@ -42,9 +42,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "chatkv.session": {"chatkv_store", "chatkv.model", "chatkv.engine", "chatkv.restore"},
     "chatkv.runtime": {"chatkv_kernels", "chatkv_store", "chatkv.model", "chatkv.engine"}
     | {"chatkv.restore", "chatkv.session"},
-    "chatkv.client": {"chatkv_store", "chatkv.model", "chatkv.session", "chatkv.runtime"},
+    "chatkv.server": {"chatkv_store", "chatkv.model", "chatkv.engine", "chatkv.restore"}
+    | {"chatkv.session", "chatkv.runtime"},
+    "chatkv.client": {"chatkv_store", "chatkv.model", "chatkv.session", "chatkv.runtime"}
+    | {"chatkv.server"},
     "chatkv.cli": {"chatkv_store", "chatkv.engine", "chatkv.restore", "chatkv.session"}
-    | {"chatkv.runtime", "chatkv.client"},
+    | {"chatkv.runtime", "chatkv.server", "chatkv.client"},
     "chatkv.__main__": {"chatkv.cli"},
 }
 THIRD_PARTY = {  # where a part is held to less than the project's dependencies

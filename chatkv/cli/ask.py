@@ -18,12 +18,12 @@ from chatkv.cli.answer import (
     summary,
     turn_options,
 )
-from chatkv.client import open_chat
+from chatkv.client import connect
 from chatkv.errors import UsageError
 from chatkv.paths import folders
 
 if TYPE_CHECKING:
-    from chatkv.session.conversation import Conversation
+    from chatkv.client import Chat
     from chatkv.session.turn import TurnOptions, TurnResult
 
 
@@ -42,13 +42,11 @@ def ask(question: str | None, as_json: bool, **arguments: Any) -> None:
     status, interrupt = Status(), Interrupt()
     status.show("starting")
     try:
-        with open_chat(folders(), request, status.progress) as chat:
+        with connect(folders(), request, status.progress) as chat:
             status.clear()
-            for notice in chat.runtime.notices:
+            for notice in chat.notices:
                 say(f"chatkv: {notice}")
-            result = _answer(
-                chat.conversation, text, options, arguments["system"], as_json, status, interrupt
-            )
+            result = _answer(chat, text, options, arguments["system"], as_json, status, interrupt)
             for notice in result.notices:
                 say(f"chatkv: {notice}")
             if as_json:
@@ -71,7 +69,7 @@ def _text(question: str | None) -> str:
 
 
 def _answer(
-    conversation: Conversation,
+    chat: Chat,
     text: str,
     options: TurnOptions,
     system: str | None,
@@ -89,7 +87,7 @@ def _answer(
 
     listener = Listener(show, status.progress, interrupt)
     with interrupt.listening():
-        result = conversation.send(text, options, listener, system)
+        result = chat.send(text, options, listener, system)
     if not as_json and not result.text.endswith("\n"):
         click.echo()
     return result

@@ -19,12 +19,12 @@ from chatkv.cli.answer import (
     turn_options,
 )
 from chatkv.cli.output import plural
-from chatkv.client import OpenChat, open_chat
+from chatkv.client import connect
 from chatkv.errors import ContextFull
 from chatkv.paths import folders
 
 if TYPE_CHECKING:
-    from chatkv.session.conversation import Conversation
+    from chatkv.client import Chat
     from chatkv.session.turn import TurnOptions
 
 PROMPT = "> "
@@ -43,44 +43,42 @@ def chat(**arguments: Any) -> None:
     status = Status()
     status.show("starting")
     try:
-        with open_chat(folders(), request, status.progress) as opened:
+        with connect(folders(), request, status.progress, where="start") as opened:
             status.clear()
-            for notice in opened.runtime.notices:
+            for notice in opened.notices:
                 say(f"chatkv: {notice}")
             _greet(opened)
             interrupt = Interrupt()
             try:
-                _converse(opened.conversation, options, arguments["system"], status, interrupt)
+                _converse(opened, options, arguments["system"], status, interrupt)
             except KeyboardInterrupt:
                 if interrupt.was_second:
                     raise
                 click.echo()  # between an answer and the prompt: as at the prompt
-        if opened.conversation.journal.num_unsaved:
-            turns = plural(opened.conversation.journal.num_unsaved, "turn")
+        if opened.num_unsaved:
+            turns = plural(opened.num_unsaved, "turn")
             say(f"chatkv: {turns} of this conversation could not be saved")
     finally:
         status.clear()
 
 
-def _greet(opened: OpenChat) -> None:
+def _greet(chat: Chat) -> None:
     """What is open, and the end of the conversation so far."""
-    conversation = opened.conversation
-    session = conversation.session
-    if not opened.is_resumed:
-        say(f"{opened.runtime.prepared.name} · new session {session.id} · Ctrl-D leaves")
+    if not chat.is_resumed:
+        say(f"{chat.model} · new session {chat.session} · Ctrl-D leaves")
         return
     say(
-        f"{opened.runtime.prepared.name} · session {session.id} · {session.title or 'untitled'} · "
-        f"{len(conversation.turns)} turns, {len(conversation.log)} tokens"
+        f"{chat.model} · session {chat.session} · {chat.title or 'untitled'} · "
+        f"{plural(len(chat.turns), 'turn')}, {plural(chat.num_tokens, 'token')}"
     )
-    if conversation.turns:
-        last = conversation.turns[-1]
+    if chat.turns:
+        last = chat.turns[-1]
         mark = " [interrupted]" if last.state == "interrupted" else ""
-        say(f"{PROMPT}{last.user_text}\n{last.reply_text}{mark}")
+        say(f"{PROMPT}{last.user}\n{last.reply}{mark}")
 
 
 def _converse(
-    conversation: Conversation,
+    chat: Chat,
     options: TurnOptions,
     system: str | None,
     status: Status,
@@ -101,7 +99,7 @@ def _converse(
             continue
         try:
             with interrupt.listening():
-                result = conversation.send(text, options, listener, system)
+                result = chat.send(text, options, listener, system)
         except ContextFull as error:
             say(f"chatkv: {error}")
             continue

@@ -9,8 +9,10 @@ exit code 0    done
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -23,6 +25,9 @@ from chatkv.errors import ChatkvError
 COMMANDS = {
     "chat": ("chatkv.cli.chat:chat", "Chat with a model, line by line."),
     "ask": ("chatkv.cli.ask:ask", "Ask one question and print the answer."),
+    "serve": ("chatkv.cli.serve:serve", "Be the engine that all of chatkv talks to."),
+    "status": ("chatkv.cli.serve:status", "Show what the engine has loaded and is doing."),
+    "stop": ("chatkv.cli.serve:stop", "End the engine, once all is saved."),
     "sessions": ("chatkv.cli.sessions:sessions", "List, search, read, delete and fork."),
     "codec": ("chatkv.cli.codec:codec", "Measure what KV codecs save and what they cost."),
     "why": ("chatkv.cli.why:why", "Explain where a turn's KV came from and what it took."),
@@ -49,7 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a Latin-1 terminal shows ? for the rest
-    raise SystemExit(run(arguments))
+    code = run(arguments)
+    with suppress(ValueError):  # not on the main thread: its signals are its caller's
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done, and is not to look undone
+    raise SystemExit(code)
 
 
 def _open_missing_streams() -> None:

@@ -7,38 +7,22 @@ again. Text and ids are committed to SQLite; KV is a cache beside them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from chatkv.engine.engine import Engine, Preempted
 from chatkv.engine.sampling import Sampler
 from chatkv.engine.scheduler import Cancelled
 from chatkv.engine.stops import StopStrings
 from chatkv.errors import ContextFull, UsageError
-from chatkv.model.template import ChatTemplate, Rendered
-from chatkv.model.tokenizer import Tokenizer
-from chatkv.restore.restorer import Planned, Restorer
+from chatkv.model.template import Rendered
+from chatkv.session.generation import Generation, ModelParts
 from chatkv.session.journal import Journal
 from chatkv.session.record import TurnRecord
 from chatkv.session.reply import Checkpointer, Reply
 from chatkv.session.turn import Listener, TurnOptions, TurnResult
 
 if TYPE_CHECKING:
+    from chatkv.restore.restorer import Planned
     from chatkv_store.conversations import Conversations, Session, Turn
-
-
-@dataclass(frozen=True)
-class ModelParts:
-    """What a conversation needs of the loaded model."""
-
-    name: str
-    engine: Engine
-    restorer: Restorer
-    tokenizer: Tokenizer
-    template: ChatTemplate
-    load_model_ms: float
 
 
 class Conversation:
@@ -92,38 +76,82 @@ class Conversation:
 
         Cancelled turns return with finish_reason "interrupted" and what was said until then.
         """
+        options, listener = options or TurnOptions(), listener or Listener()
         with self.model.engine.memory.use(self.sequence):
-            return self._turn(text, options or TurnOptions(), listener or Listener(), system)
+            text, system = _encodable(text), None if system is None else _encodable(system)
+            record = TurnRecord(self.model.load_model_ms)
+            history = self.log
+            prompt_ids = self.prompt_ids(text, system)
+            self._check_room(history, prompt_ids)
+            planned = self.model.restorer.plan(
+                self.sequence,
+                [*history, *prompt_ids],
+                self.num_computed,
+                options.restore,
+                options.exact,
+            )
+            turn = self._begin(text, prompt_ids, system, options)
+            reply = self._reply(options, listener)
+            return self._answer(turn, planned, reply, record, options, listener)
 
-    def _turn(
-        self, text: str, options: TurnOptions, listener: Listener, system: str | None
+    def resume_reply(
+        self, options: TurnOptions | None = None, listener: Listener | None = None
     ) -> TurnResult:
-        text, system = _encodable(text), None if system is None else _encodable(system)
-        record = TurnRecord(self.model.load_model_ms)
-        history = self.log
-        prompt_ids = self.prompt_ids(text, system)
-        self._check_room(history, prompt_ids)
-        planned = self.model.restorer.plan(
-            self.sequence,
-            [*history, *prompt_ids],
-            self.num_computed,
-            options.restore,
-            options.exact,
+        """Go on with the last answer from its last token, where it was stopped or cut; or answer a
+        question that never was. The whole answer is the result's text; the listener hears what is
+        new. The shorter answer stays behind as a branch."""
+        options, listener = options or TurnOptions(), listener or Listener()
+        if not self.turns or self.turns[-1].finish_reason == "stop":
+            raise UsageError("there is no answer to go on with: the last one is complete")
+        with self.model.engine.memory.use(self.sequence):
+            record = TurnRecord(self.model.load_model_ms)
+            last, log, computed = self.turns[-1], self.log, self.num_computed
+            self._check_room(log, [])
+            planned = self.model.restorer.plan(
+                self.sequence, log, computed, options.restore, options.exact
+            )
+            turn = self.journal.begin_again()
+            reply = self._reply(options, listener)
+            reply.go_on_from(last.reply_ids)
+            return self._answer(turn, planned, reply, record, options, listener)
+
+    def rewind(self, num_turns: int) -> None:
+        """Go on from behind the first num_turns turns. The others stay in the file as a branch,
+        until the session is deleted, and their KV in the cache."""
+        if not 0 <= num_turns <= len(self.turns):
+            raise UsageError(
+                f"turn {num_turns} does not exist: this session has {len(self.turns)} turns"
+            )
+        self.journal.rewind(num_turns)
+
+    def _answer(
+        self,
+        turn: Turn,
+        planned: Planned,
+        reply: Reply,
+        record: TurnRecord,
+        options: TurnOptions,
+        listener: Listener,
+    ) -> TurnResult:
+        """From the plan to the committed answer."""
+        sampler = Sampler(options.sampling, turn.seed, turn.rng_draws_after)
+        max_ids = len(reply.ids) + options.max_tokens
+        generation = Generation(
+            self.model, self.sequence, options, listener, sampler, reply, record, max_ids
         )
-        turn = self._begin(text, prompt_ids, system, options)
-        sampler = Sampler(options.sampling, turn.seed, turn.rng_draws_before)
-        reply = Reply(self.model.tokenizer.stream(), StopStrings(options.stop), listener.on_text)
         with Checkpointer(lambda: self._checkpoint(turn, reply, sampler)) as checkpoints:
             try:
-                self._restore(planned, record, listener)
-                logits = self._prefill(record, listener)
-                self._decode(logits, reply, sampler, options, record, listener)
+                generation.run(planned)
             except Cancelled:
                 pass
             finally:
                 reply.finish()
                 turn = self._finish(turn, reply, sampler, record)
         return self._result(turn, record, self._notices(record, checkpoints))
+
+    def _reply(self, options: TurnOptions, listener: Listener) -> Reply:
+        stops = StopStrings(options.stop)
+        return Reply(self.model.tokenizer.stream(), stops, listener.on_text)
 
     # --- the steps of a turn ----------------------------------------------------------------
 
@@ -160,95 +188,13 @@ class Conversation:
     ) -> Turn:
         """Save what the user said before anything is computed."""
         seed = self.session.settings["seed"] if options.seed is None else options.seed
-        same_seed = (turn for turn in reversed(self.turns) if turn.seed == seed)
-        last = next(same_seed, None)
         return self.journal.begin(
             user_text=text,
             prompt_ids=prompt_ids,
             system_text=system,
             seed=seed,
-            rng_draws_before=last.rng_draws_after if last is not None else 0,
+            rng_draws_before=self.journal.draws_of(seed),
         )
-
-    def _restore(self, planned: Planned, record: TurnRecord, listener: Listener) -> None:
-        """Bring back the KV of the history, as planned."""
-
-        def progress(done: int, total: int) -> None:
-            listener.on_progress("restore", done, total)
-
-        record.restore_done(self.model.restorer.restore(self.sequence, planned, progress))
-
-    def _prefill(self, record: TurnRecord, listener: Listener) -> Tensor:
-        """Compute what has no KV yet, saving block by block; the logits after the last token."""
-
-        def progress(done: int, total: int) -> None:
-            record.chunk_done(done)
-            self.model.restorer.save(self.sequence)
-            listener.on_progress("prefill", done, total)
-
-        arriving = record.restored.arriving if record.restored else None
-        try:
-            return self.model.engine.prefill(self.sequence, progress, listener.cancelled, arriving)
-        finally:
-            if arriving is not None:
-                arriving.close()
-
-    def _decode(
-        self,
-        logits: Tensor,
-        reply: Reply,
-        sampler: Sampler,
-        options: TurnOptions,
-        record: TurnRecord,
-        listener: Listener,
-    ) -> None:
-        """Sample until a stop token, a stop string, the limit or a cancel."""
-        while True:
-            try:
-                return self._decode_in_memory(logits, reply, sampler, options, record, listener)
-            except Preempted:
-                logits = self._come_back(options, listener)
-
-    def _decode_in_memory(
-        self,
-        logits: Tensor,
-        reply: Reply,
-        sampler: Sampler,
-        options: TurnOptions,
-        record: TurnRecord,
-        listener: Listener,
-    ) -> None:
-        stop_ids = self.model.tokenizer.stop_ids
-        left = options.max_tokens - len(reply.ids)
-        steps = self.model.engine.decode(
-            self.sequence, logits, sampler, stop_ids, left, listener.cancelled
-        )
-        for token, record.last_logits in steps:
-            record.token_done()
-            if token in stop_ids:
-                reply.push_silent(token)
-                record.finish = "stop"
-                return
-            reply.push(token)
-            if reply.stops.stopped:
-                record.finish = "stop"
-                return
-            self.model.restorer.save(self.sequence)
-        record.finish = "interrupted" if listener.cancelled() else "length"
-
-    def _come_back(self, options: TurnOptions, listener: Listener) -> Tensor:
-        """Others needed the memory: give it to them, and go on when there is room again."""
-        restorer, ids = self.model.restorer, list(self.sequence.ids)
-        restorer.swap_out(self.sequence)
-        listener.on_progress("waiting for memory", 0, 1)
-        self.model.engine.reserve(self.sequence, listener.cancelled)
-        planned = restorer.plan(self.sequence, ids, len(ids) - 1, options.restore, options.exact)
-        arriving = restorer.restore(self.sequence, planned).arriving
-        try:
-            return self.model.engine.prefill(self.sequence, None, listener.cancelled, arriving)
-        finally:
-            if arriving is not None:
-                arriving.close()
 
     def _checkpoint(self, turn: Turn, reply: Reply, sampler: Sampler) -> None:
         if reply.ids:

@@ -35,6 +35,7 @@ class Journal:
         self.turns: list[Turn] = []
         self.notices: list[str] = []
         self._unsaved: list[Turn] = []
+        self._left: list[Turn] = []  # behind, by going back
         self._is_failing = False
         self._is_new = False  # in no file yet: a session is written with its first turn
         self._open = ExitStack()
@@ -54,6 +55,40 @@ class Journal:
             self.save()
         finally:
             self._open.close()
+
+    def draws_of(self, seed: int) -> int:
+        """How many random numbers of this seed were drawn so far: another answer to the same
+        question is another answer."""
+        drawn = (turn.rng_draws_after for turn in (*self.turns, *self._left) if turn.seed == seed)
+        return max(drawn, default=0)
+
+    def rewind(self, num_turns: int) -> None:
+        """Go on from behind the first num_turns turns; the others stay in the file as a branch.
+
+        Raises StoreError where that cannot be written: nothing has changed then.
+        """
+        if num_turns == len(self.turns):
+            return
+        if not self.save():
+            raise StoreError("nothing can be saved now, so nothing can be taken back")
+        head = self.turns[num_turns - 1].id if num_turns else None
+        self.session = self.conversations.move_head(self.session.id, head)
+        self._left += self.turns[num_turns:]
+        self.turns = self.turns[:num_turns]
+
+    def begin_again(self) -> Turn:
+        """The last turn as a new one beside it, with what was answered so far."""
+        last = self.turns[-1]
+        self.rewind(len(self.turns) - 1)
+        turn = self.begin(
+            user_text=last.user_text,
+            prompt_ids=last.prompt_ids,
+            system_text=last.system_text,
+            seed=last.seed,
+            rng_draws_before=last.rng_draws_before,
+        )
+        self.checkpoint(turn, last.reply_text, last.reply_ids, last.rng_draws_after)
+        return replace(turn, rng_draws_after=last.rng_draws_after)
 
     def held_with(self, model: str, namespace: str, settings: dict[str, Any]) -> None:
         """Note what the session goes on with, for whoever resumes it; `settings` are whole."""

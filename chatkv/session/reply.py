@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from chatkv.engine.stops import StopStrings
@@ -37,6 +37,13 @@ class Reply:
         """A sampled id without text of its own: the end of the turn."""
         self.ids.append(token)
         self._ends.append(self._decoded)
+
+    def go_on_from(self, ids: Sequence[int]) -> None:
+        """Begin with what was said before, without showing it again."""
+        show, self.on_text = self.on_text, lambda text: None
+        for token in ids:
+            self.push(token)
+        self.on_text = show
 
     def finish(self) -> None:
         """Show what was held back (half a character, a possible stop string), unless a stop

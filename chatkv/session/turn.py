@@ -25,6 +25,7 @@ class TurnOptions:
     seed: int | None = None  # None: the session's own, drawn once when it was made
     restore: Wanted = "auto"
     exact: bool = False
+    is_background: bool = False  # others go first
 
 
 @dataclass(frozen=True)
@@ -104,3 +105,21 @@ class TurnResult:
             "model": self.model,
             "notices": list(self.notices),
         }
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> TurnResult:
+        """The inverse of `to_json`, less the logits."""
+        plan = fields["plan"]
+        return cls(
+            session=fields["session"],
+            turn=fields["turn"],
+            text=fields["text"],
+            finish_reason=fields["finish_reason"],
+            tokens=TokenCounts(**fields["tokens"]),
+            plan=Plan(plan["chosen"], plan["predicted_ms"], plan["alternatives_ms"]),
+            plan_actual_ms=plan["actual_ms"],
+            timing=Timing(**fields["timing"]),
+            model=fields["model"],
+            notices=tuple(fields["notices"]),
+            last_logits=None,
+        )

@@ -176,7 +176,7 @@ def test_shell_completion_knows_commands_and_sessions(
 ) -> None:
     talk("A hobby for Ada")
     done = process(_CHATKV_COMPLETE="bash_complete", COMP_WORDS="chatkv se", COMP_CWORD="1")
-    assert done.out == "plain,sessions\n"
+    assert done.out == "plain,serve\nplain,sessions\n"
     words = "chatkv sessions show "
     done = process(_CHATKV_COMPLETE="zsh_complete", COMP_WORDS=words, COMP_CWORD="3")
     assert "A hobby for Ada" in done.out

@@ -1,0 +1,7 @@
+"""How a face reaches a conversation: in the engine's process, or with a runtime in its own."""
+
+from chatkv.client.chat import Chat, TurnText, connect
+from chatkv.client.local import OpenChat, open_chat
+from chatkv.session.request import ChatRequest, KVCodec
+
+__all__ = ["Chat", "ChatRequest", "KVCodec", "OpenChat", "TurnText", "connect", "open_chat"]

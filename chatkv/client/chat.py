@@ -1,0 +1,158 @@
+"""A conversation as a face sees it, wherever its model computes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from chatkv.client.local import OpenChat, open_chat
+from chatkv.paths import Folders
+from chatkv.session.request import ChatRequest
+
+if TYPE_CHECKING:
+    from chatkv.client.link import Link
+    from chatkv.session.turn import Listener, TurnOptions, TurnResult
+
+Progress = Callable[[str, int, int], None]
+# off: compute here; running: in the engine where one runs, else here; start: in the engine.
+Where = Literal["off", "running", "start"]
+
+
+@dataclass(frozen=True)
+class TurnText:
+    """One turn as it is read."""
+
+    turn: int
+    system: str | None
+    user: str
+    reply: str
+    state: str
+    finish_reason: str | None
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+class Chat(Protocol):
+    """An open conversation. Errors are ChatkvError and StoreError; turns are 1, 2, ..."""
+
+    model: str
+    is_resumed: bool
+    max_tokens: int
+    notices: list[str]  # lines for the user about the start
+
+    @property
+    def session(self) -> str:
+        """Its id."""
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the log."""
+
+    @property
+    def num_unsaved(self) -> int:
+        """Turns that could not be written yet."""
+
+    @property
+    def turns(self) -> Sequence[TurnText]:
+        """What was said so far."""
+
+    def send(
+        self, text: str, options: TurnOptions, listener: Listener, system: str | None = None
+    ) -> TurnResult:
+        """Say something and hear the answer; `listener.cancelled` stops it."""
+
+    def resume_reply(self, options: TurnOptions, listener: Listener) -> TurnResult:
+        """Go on with the last answer, where it was stopped or cut."""
+
+    def rewind(self, num_turns: int) -> None:
+        """Take back the turns behind the first num_turns; they stay as a branch."""
+
+    def draft(self, text: str, system: str | None = None) -> int:
+        """Prefill what is being typed as far as it is settled ("": restore the history); how many
+        tokens of the log and it are ready. A newer draft, or a turn, ends it."""
+
+
+@contextmanager
+def connect(
+    folders: Folders,
+    request: ChatRequest,
+    on_progress: Progress | None = None,
+    where: Where = "running",
+) -> Iterator[Chat]:
+    """The conversation that `request` names. CHATKV_ENGINE=off computes here in any case."""
+    if os.environ.get("CHATKV_ENGINE") == "off":
+        where = "off"
+    link: Link | None = None
+    if where != "off":
+        from chatkv.client import engine
+
+        link = engine.start(folders) if where == "start" else engine.running(folders)
+    if link is not None:
+        from chatkv.client.remote import RemoteChat
+
+        yield RemoteChat(folders, link, request, on_progress)
+        return
+    with open_chat(folders, request, on_progress) as opened:
+        yield LocalChat(opened)
+
+
+class LocalChat:
+    """A conversation in this process."""
+
+    def __init__(self, opened: OpenChat) -> None:
+        self._conversation, self.is_resumed = opened.conversation, opened.is_resumed
+        self.model = opened.runtime.prepared.name
+        self.max_tokens = opened.runtime.engine.max_tokens
+        self.notices = list(opened.runtime.notices)
+
+    @property
+    def session(self) -> str:
+        return self._conversation.session.id
+
+    @property
+    def title(self) -> str:
+        return self._conversation.session.title
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._conversation.log)
+
+    @property
+    def num_unsaved(self) -> int:
+        return self._conversation.journal.num_unsaved
+
+    @property
+    def turns(self) -> list[TurnText]:
+        return [
+            TurnText(
+                turn.index,
+                turn.system_text,
+                turn.user_text,
+                turn.reply_text,
+                turn.state,
+                turn.finish_reason,
+                turn.stats,
+            )
+            for turn in self._conversation.turns
+        ]
+
+    def send(
+        self, text: str, options: TurnOptions, listener: Listener, system: str | None = None
+    ) -> TurnResult:
+        return self._conversation.send(text, options, listener, system)
+
+    def resume_reply(self, options: TurnOptions, listener: Listener) -> TurnResult:
+        return self._conversation.resume_reply(options, listener)
+
+    def rewind(self, num_turns: int) -> None:
+        self._conversation.rewind(num_turns)
+
+    def draft(self, text: str, system: str | None = None) -> int:
+        from chatkv.session.ahead import prefill_draft
+
+        return prefill_draft(self._conversation, text, system=system)

@@ -1,0 +1,136 @@
+"""A conversation in the engine's process.
+
+The process may end at any time, by itself when it is idle, or by a crash: the next request starts
+another one, and the conversation goes on from what is saved. A crash in the middle of an answer is
+said, since that answer is then incomplete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from chatkv.client import engine
+from chatkv.client.chat import TurnText
+from chatkv.client.link import EngineGone, Link
+from chatkv.paths import Folders
+from chatkv.server.wire import (
+    DraftRequest,
+    Event,
+    OptionsRequest,
+    RewindRequest,
+    SendRequest,
+    raised,
+)
+from chatkv.session.request import ChatRequest
+from chatkv.session.turn import Listener, TurnOptions, TurnResult
+
+if TYPE_CHECKING:
+    from chatkv.client.chat import Progress
+
+Result = TypeVar("Result")
+
+
+class RemoteChat:
+    """See `Chat`."""
+
+    def __init__(
+        self,
+        folders: Folders,
+        link: Link,
+        request: ChatRequest,
+        on_progress: Progress | None = None,
+    ) -> None:
+        self._folders, self._link, self._request = folders, link, request
+        self.num_unsaved = 0
+        self._opened(self._open(on_progress))
+        self.is_resumed = request.resume is not None or request.resume_last
+
+    def send(
+        self, text: str, options: TurnOptions, listener: Listener, system: str | None = None
+    ) -> TurnResult:
+        self._be_there()
+        body = SendRequest(text, system, options)
+        result = self._turn("turns", body, listener)
+        self.turns.append(_turn_of(result, text, system))
+        return result
+
+    def resume_reply(self, options: TurnOptions, listener: Listener) -> TurnResult:
+        self._be_there()
+        last = self.turns[-1] if self.turns else None
+        result = self._turn("continue", OptionsRequest(options), listener)
+        assert last is not None  # else it was refused
+        self.turns[-1] = _turn_of(result, last.user, last.system)
+        return result
+
+    def rewind(self, num_turns: int) -> None:
+        self._be_there()
+        self._opened(self._link.call("POST", self._url("rewind"), RewindRequest(num_turns)))
+
+    def draft(self, text: str, system: str | None = None) -> int:
+        self._be_there()
+        found = self._link.call("POST", self._url("draft"), DraftRequest(text, system))
+        return int(found["cached"])
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _url(self, action: str) -> str:
+        return f"/sessions/{self.session}/{action}"
+
+    def _open(self, on_progress: Progress | None = None) -> dict[str, Any]:
+        for event in self._link.stream("/sessions", self._request):
+            if event.event == "progress" and on_progress is not None:
+                on_progress(event.stage, event.done, event.total)
+            elif event.event == "error":
+                raise raised(event)
+            elif event.event == "session":
+                found: dict[str, Any] = event.data
+        return found
+
+    def _opened(self, found: dict[str, Any]) -> None:
+        self.session: str = found["session"]
+        self.title: str = found["title"]
+        self.model: str = found["model"]
+        self.num_tokens: int = found["num_tokens"]
+        self.max_tokens: int = found["max_tokens"]
+        self.notices: list[str] = found["notices"]
+        self.turns: list[TurnText] = [TurnText(**turn) for turn in found["turns"]]
+
+    def _be_there(self) -> None:
+        """Where the engine has ended meanwhile, start another and open the session there."""
+        try:
+            self._link.call("GET", "/status")
+            return
+        except EngineGone:
+            self._link = engine.start(self._folders)
+        if self.turns:
+            self._request = ChatRequest(resume=self.session)
+        self._opened(self._open())
+
+    def _turn(self, action: str, body: Any, listener: Listener) -> TurnResult:
+        cancelled = False
+        for event in self._events(action, body):
+            if event.event == "text":
+                listener.on_text(event.text)
+            elif event.event == "progress":
+                listener.on_progress(event.stage, event.done, event.total)
+            elif event.event == "error":
+                raise raised(event)
+            elif event.event == "result":
+                self.num_unsaved = event.data.pop("num_unsaved")
+                result = TurnResult.from_json(event.data)
+            if not cancelled and listener.cancelled():
+                cancelled = True
+                self._link.call("POST", self._url("cancel"))
+        self.num_tokens = result.tokens.prompt + result.tokens.generated
+        return result
+
+    def _events(self, action: str, body: Any) -> Iterator[Event]:
+        return self._link.stream(self._url(action), body)
+
+
+def _turn_of(result: TurnResult, user: str, system: str | None) -> TurnText:
+    state = "interrupted" if result.finish_reason == "interrupted" else "done"
+    return TurnText(
+        result.turn, system, user, result.text, state, result.finish_reason, result.to_json()
+    )

@@ -1,0 +1,150 @@
+"""The engine's process: one per user, behind a Unix socket in the runtime folder.
+
+A lock file keeps it single: a second one finds it taken and ends. It ends by itself when nobody
+has asked for anything for a while, after what was said and computed is saved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from chatkv.paths import Folders
+from chatkv.server.hub import Hub
+from chatkv.server.own import EXCEPTION_HANDLERS, OwnApi
+
+log = logging.getLogger("chatkv.server")
+
+IDLE_S = 900.0
+_TICK_S = 0.5
+
+
+class Activity:
+    """When anything was last asked for, and how many requests are being answered."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self.num_open = 0
+        self.last_s = time.monotonic()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        self.num_open += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self.num_open -= 1
+            self.last_s = time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        return 0.0 if self.num_open else time.monotonic() - self.last_s
+
+
+def serve(folders: Folders, idle_s: float | None = None) -> bool:
+    """Be the engine until it is stopped or idle for long; False where another one is already."""
+    folders.make()
+    with _only_one(folders.engine_lock) as is_ours:
+        if not is_ours:
+            return False
+        with listening(folders.socket) as listener:
+            asyncio.run(_serve(folders, listener, _idle_s() if idle_s is None else idle_s))
+    return True
+
+
+async def _serve(folders: Folders, listener: socket.socket, idle_s: float) -> None:
+    hub = Hub(folders)
+
+    def stop() -> None:
+        server.should_exit = True
+        hub.cancel_all()
+
+    app = Starlette(routes=OwnApi(hub, stop).routes(), exception_handlers=EXCEPTION_HANDLERS)
+    activity = Activity(app)
+    server = uvicorn.Server(
+        uvicorn.Config(activity, log_level="warning", lifespan="off", timeout_graceful_shutdown=5)
+    )
+    watch = asyncio.create_task(_watch(hub, activity, server, idle_s))
+    loop = asyncio.get_running_loop()
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        watch.cancel()
+        with suppress(asyncio.CancelledError):
+            await watch
+        await loop.run_in_executor(None, hub.close)
+
+
+async def _watch(hub: Hub, activity: Activity, server: uvicorn.Server, idle_s: float) -> None:
+    """Close what is not used, and end when nothing is."""
+    loop = asyncio.get_running_loop()
+    while True:
+        await asyncio.sleep(_TICK_S)
+        await loop.run_in_executor(None, hub.tidy)
+        if activity.idle_s > idle_s and not hub.num_running and not hub.num_unsaved:
+            log.warning("idle for %d s: ending", int(activity.idle_s))
+            server.should_exit = True
+
+
+def _idle_s() -> float:
+    try:
+        return float(os.environ.get("CHATKV_IDLE_S", IDLE_S))
+    except ValueError:
+        return IDLE_S
+
+
+@contextmanager
+def _only_one(path: Path) -> Iterator[bool]:
+    """Hold the lock file, with this process's id in it; False where another process does."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        os.ftruncate(file, 0)
+        with suppress(OSError):
+            os.pwrite(file, str(os.getpid()).encode(), 0)
+        yield True
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def listening(path: Path) -> Iterator[socket.socket]:
+    """A listening Unix socket that only its owner may open; the path may be longer than the 107
+    bytes that an address holds."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    listener = socket.socket(socket.AF_UNIX)
+    before = os.umask(0o177)
+    try:
+        with suppress(FileNotFoundError):
+            path.unlink()  # of a process that was killed: the lock is ours
+        listener.bind(f"/proc/self/fd/{folder}/{path.name}")
+        listener.listen(64)
+    finally:
+        os.umask(before)
+        os.close(folder)
+    try:
+        yield listener
+    finally:
+        with suppress(FileNotFoundError):
+            path.unlink()
+        listener.close()

@@ -1,0 +1,55 @@
+"""Work that blocks, on a thread of its own, as a stream of events for an asynchronous server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+
+from chatkv.errors import ChatkvError
+from chatkv.server.wire import ALIVE_S, Event, error_event
+from chatkv_store.errors import StoreError
+
+log = logging.getLogger("chatkv.server")
+
+Emit = Callable[[Event], None]
+
+
+async def events(work: Callable[[Emit, threading.Event], None]) -> AsyncIterator[Event]:
+    """What `work(emit, cancel)` emits, as it does, and `alive` in between when it is silent.
+
+    An exception becomes the last event. Where nobody reads any more, `cancel` is set and the
+    thread is left to end by itself.
+    """
+    loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event | None]()
+    cancel = threading.Event()
+
+    def emit(event: Event | None) -> None:
+        with suppress(RuntimeError):  # the loop has ended: so has whoever listened
+            loop.call_soon_threadsafe(queue.put_nowait, event)
+
+    def run() -> None:
+        try:
+            work(emit, cancel)
+        except (ChatkvError, StoreError, OSError) as error:
+            emit(error_event(error))
+        except Exception as error:
+            log.exception("a request failed")
+            emit(error_event(RuntimeError(f"the engine failed: {error!r}; its log has more")))
+        finally:
+            emit(None)
+
+    threading.Thread(target=run, name="turn", daemon=True).start()
+    try:
+        while True:
+            try:
+                event = await asyncio.wait_for(queue.get(), ALIVE_S)
+            except TimeoutError:
+                event = Event("alive")
+            if event is None:
+                return
+            yield event
+    finally:
+        cancel.set()

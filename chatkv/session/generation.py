@@ -1,0 +1,128 @@
+"""One answer while it is made: restore, prefill, decode, over the KV of one sequence.
+
+Knows tokens, KV and how text comes out of ids. Does not know where an answer is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from chatkv.engine.engine import Engine, Preempted
+from chatkv.engine.sampling import Sampler
+from chatkv.engine.sequence import TokenSequence
+from chatkv.model.template import ChatTemplate
+from chatkv.model.tokenizer import Tokenizer
+from chatkv.restore.restorer import Planned, Restorer
+from chatkv.session.record import TurnRecord
+from chatkv.session.reply import Reply
+from chatkv.session.turn import Listener, TurnOptions
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """What a conversation needs of the loaded model."""
+
+    name: str
+    engine: Engine
+    restorer: Restorer
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    load_model_ms: float
+
+
+@dataclass
+class Generation:
+    """`reply` grows by what `sampler` draws; `record` hears what it took.
+
+    max_ids: the reply's ids at most, those that it began with included. The sequence is in use.
+    """
+
+    model: ModelParts
+    sequence: TokenSequence
+    options: TurnOptions
+    listener: Listener
+    sampler: Sampler
+    reply: Reply
+    record: TurnRecord
+    max_ids: int
+
+    def run(self, planned: Planned) -> None:
+        """From the plan to the last token. Raises Cancelled; then `reply` holds what was made."""
+        self._restore(planned)
+        logits = self._prefill()
+        while True:
+            try:
+                return self._decode(logits)
+            except Preempted:
+                logits = self._come_back()
+
+    def _restore(self, planned: Planned) -> None:
+        """Bring back the KV of the history, as planned."""
+
+        def progress(done: int, total: int) -> None:
+            self.listener.on_progress("restore", done, total)
+
+        restored = self.model.restorer.restore(self.sequence, planned, progress)
+        self.record.restore_done(restored)
+
+    def _prefill(self) -> Tensor:
+        """Compute what has no KV yet, saving block by block; the logits after the last token."""
+
+        def progress(done: int, total: int) -> None:
+            self.record.chunk_done(done)
+            self.model.restorer.save(self.sequence)
+            self.listener.on_progress("prefill", done, total)
+
+        arriving = self.record.restored.arriving if self.record.restored else None
+        try:
+            return self.model.engine.prefill(
+                self.sequence,
+                progress,
+                self.listener.cancelled,
+                arriving,
+                self.options.is_background,
+            )
+        finally:
+            if arriving is not None:
+                arriving.close()
+
+    def _decode(self, logits: Tensor) -> None:
+        """Sample until a stop token, a stop string, the limit or a cancel."""
+        record, reply = self.record, self.reply
+        stop_ids = self.model.tokenizer.stop_ids
+        left = self.max_ids - len(reply.ids)
+        steps = self.model.engine.decode(
+            self.sequence, logits, self.sampler, stop_ids, left, self.listener.cancelled
+        )
+        for token, record.last_logits in steps:
+            record.token_done()
+            if token in stop_ids:
+                reply.push_silent(token)
+                record.finish = "stop"
+                return
+            reply.push(token)
+            if reply.stops.stopped:
+                record.finish = "stop"
+                return
+            self.model.restorer.save(self.sequence)
+        record.finish = "interrupted" if self.listener.cancelled() else "length"
+
+    def _come_back(self) -> Tensor:
+        """Others needed the memory: give it to them, and go on when there is room again."""
+        restorer, ids = self.model.restorer, list(self.sequence.ids)
+        restorer.swap_out(self.sequence)
+        self.listener.on_progress("waiting for memory", 0, 1)
+        self.model.engine.reserve(self.sequence, self.listener.cancelled)
+        planned = restorer.plan(
+            self.sequence, ids, len(ids) - 1, self.options.restore, self.options.exact
+        )
+        arriving = restorer.restore(self.sequence, planned).arriving
+        try:
+            return self.model.engine.prefill(
+                self.sequence, None, self.listener.cancelled, arriving, self.options.is_background
+            )
+        finally:
+            if arriving is not None:
+                arriving.close()
