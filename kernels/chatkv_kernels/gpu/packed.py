@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from chatkv_kernels.gpu.payload import slab_of, zero_padding
 from chatkv_kernels.gpu.spec import Shape, meta, per_shape
 from chatkv_kernels.packed import CODEC_ID, FORMAT_VERSION, HEAD_BYTES, check_pool
 from chatkv_kernels.packed import ESCAPE as _ESCAPE
@@ -102,21 +103,6 @@ def _sections(slabs: int, slab_size: int, head_dim: int, is_half: bool) -> list[
     three_bits = (size // 4, size // 8)
     sizes = [4 * slabs, slabs * head_dim, size, *three_bits, *(three_bits if is_half else (0, 0))]
     return list(accumulate((-(-size // 8) for size in sizes), initial=HEAD_BYTES // 8))[1:]
-
-
-@triton.jit
-def slab_of(pool, block, slab, heads, block_stride, layer_stride, kv_stride, head_stride):
-    """Where the keys or values of one head of a block begin in the pool."""
-    layer, kv, head = slab // (2 * heads), slab // heads % 2, slab % heads
-    pool += block.to(tl.int64) * block_stride + layer.to(tl.int64) * layer_stride
-    return pool + kv.to(tl.int64) * kv_stride + head.to(tl.int64) * head_stride
-
-
-@triton.jit
-def zero_padding(section, size):
-    """The bytes behind a section up to a multiple of 8."""
-    place = size + tl.arange(0, 8)
-    tl.store(section + place, tl.zeros((8,), tl.uint8), place < (size + 7) // 8 * 8)
 
 
 @triton.jit
