@@ -55,7 +55,7 @@ def warm(output: Output, sessions: tuple[str, ...]) -> None:
             }
         )
     elif not wanted:
-        output.note(NOTHING_STORED if blocks is None else "nothing is stored for this")
+        output.note(NOTHING_STORED if blocks is None else "nothing is stored of this")
     else:
         output.note(f"{plural(len(wanted), 'block')}, {size(num_bytes)}, read in {took_s:.1f} s")
         if misses:

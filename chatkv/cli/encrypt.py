@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
+from importlib.util import find_spec
 
 import click
 
@@ -64,8 +64,13 @@ def on(yes: bool) -> None:
     """
     from chatkv_store.encryption import find_passphrase, start_empty
 
-    passphrase = find_passphrase() or _asked()
-    _agree(yes)
+    passphrase = find_passphrase()
+    if passphrase is None:
+        passphrase = _asked()
+        _agree(yes)
+        _leave_with_keyring(passphrase)
+    else:
+        _agree(yes)
     start_empty(folders().make().kv, passphrase)
     click.echo("the KV cache is encrypted from now on, and empty", err=True)
     click.echo(WORDS_ARE_PLAIN, err=True)
@@ -83,19 +88,29 @@ def off(yes: bool) -> None:
 
 
 def _asked() -> bytes:
-    """A new passphrase, kept by the system's keyring."""
-    from chatkv_store.encryption import KEY_FILE_VARIABLE, KEYRING_SERVICE, KEYRING_USER
+    """A new passphrase, where there is a keyring to leave it with and somebody to ask."""
+    from chatkv_store.encryption import KEY_FILE_VARIABLE
 
-    with suppress(ImportError):
-        import keyring  # type: ignore[import-not-found, unused-ignore]
-
-        if sys.stdin.isatty():
-            passphrase: str = click.prompt("Passphrase", hide_input=True, confirmation_prompt=True)
-            keyring.set_password(KEYRING_SERVICE, KEYRING_USER, passphrase)
-            return passphrase.encode()
+    if sys.stdin.isatty() and find_spec("keyring") is not None:
+        said: str = click.prompt("Passphrase", hide_input=True, confirmation_prompt=True, err=True)
+        return said.encode()
     raise UsageError(
         f"no passphrase: write one into a file of your own and let {KEY_FILE_VARIABLE} name it"
     )
+
+
+def _leave_with_keyring(passphrase: bytes) -> None:
+    import keyring  # type: ignore[import-not-found, unused-ignore]
+
+    from chatkv_store.encryption import KEY_FILE_VARIABLE, KEYRING_SERVICE, KEYRING_USER
+
+    try:
+        keyring.set_password(KEYRING_SERVICE, KEYRING_USER, passphrase.decode())
+    except Exception as error:  # a keyring that is locked or absent has errors of its own kinds
+        raise UsageError(
+            f"the system's keyring does not take the passphrase ({error}): write it into a file of "
+            f"your own and let {KEY_FILE_VARIABLE} name it"
+        ) from None
 
 
 def _agree(yes: bool) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,7 +36,8 @@ class Sealer:
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ImportError:
             raise StoreError(
-                "encryption needs the package cryptography: pip install 'chatkv[crypto]'"
+                "encryption needs the package cryptography: "
+                f"{sys.executable} -m pip install cryptography"
             ) from None
         self._data = AESGCM(_derived(secret, b"data"))
         self._names = Cipher(algorithms.AES(_derived(secret, b"names")), modes.ECB())

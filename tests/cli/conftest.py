@@ -6,6 +6,7 @@ import fcntl
 import io
 import os
 import pty
+import select
 import struct
 import subprocess
 import sys
@@ -59,9 +60,18 @@ def process(home: Path) -> Callable[..., Ran]:
 
 @pytest.fixture
 def terminal(home: Path) -> Callable[..., Ran]:
-    """`terminal("sessions", "ls", keys="y\\n")` runs that at a terminal of 80 columns."""
+    """`terminal("sessions", "ls", keys="y\\n")` runs that at a terminal of 80 columns.
 
-    def call(*arguments: str, keys: str = "", **variables: str) -> Ran:
+    `answers` are typed each after its question has been shown: what is typed ahead of a hidden
+    question is thrown away.
+    """
+
+    def call(
+        *arguments: str,
+        keys: str = "",
+        answers: Sequence[tuple[str, str]] = (),
+        **variables: str,
+    ) -> Ran:
         leader, follower = pty.openpty()
         fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         child = subprocess.Popen(
@@ -73,7 +83,15 @@ def terminal(home: Path) -> Callable[..., Ran]:
         )
         os.close(follower)
         os.write(leader, keys.encode())
-        shown = b"".join(iter(lambda: _read(leader), b""))
+        shown, seen = b"", 0
+        for question, answer in answers:
+            while (at := shown.find(question.encode(), seen)) < 0:
+                if not (more := _read(leader)):
+                    pytest.fail(f"it ended without asking {question!r}: {shown.decode()}")
+                shown += more
+            seen = at + len(question)
+            os.write(leader, answer.encode() + b"\n")
+        shown += b"".join(iter(lambda: _read(leader), b""))
         os.close(leader)
         return Ran(child.wait(timeout=60), shown.decode().replace("\r\n", "\n"), "")
 
@@ -81,6 +99,8 @@ def terminal(home: Path) -> Callable[..., Ran]:
 
 
 def _read(leader: int) -> bytes:
+    if not select.select([leader], [], [], 60)[0]:
+        pytest.fail("nothing was shown for a minute")
     try:
         return os.read(leader, 65536)
     except OSError:  # the last process that had the terminal open is gone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,34 @@ def test_a_file_that_is_no_cache_is_reported_and_replaced_by_repair(
     assert repaired.code == 1 and "file" in repaired.out
     assert program("cache", "verify").code == 0
     assert len(by_title(program, "cache", "ls")) == 3, "conversations are not the cache's to lose"
+
+
+@pytest.mark.parametrize("place", ["cache", "cache/kv", "cache/kv/data.mdb"])
+def test_something_else_in_the_place_of_the_cache_is_said_and_left(
+    program: Program, cached: dict[str, Session], home: Path, place: str
+) -> None:
+    wrong = home / place
+    shutil.rmtree(home / "cache")
+    wrong.parent.mkdir(parents=True, exist_ok=True)
+    if place.endswith(".mdb"):
+        wrong.mkdir()
+    else:
+        wrong.write_text("a letter")
+    for verb in (
+        ["ls"],
+        ["du"],
+        ["stats"],
+        ["verify"],
+        ["verify", "--repair"],
+        ["explain", "main"],
+        ["clear", "-y"],
+        ["compact"],
+        ["readers"],
+    ):
+        done = program("cache", *verb)
+        assert done.code == 1 and done.out == "", verb
+        assert done.err.startswith(f"chatkv: {wrong} is no ") and done.err.count("\n") == 1
+    assert wrong.is_dir() or wrong.read_text() == "a letter"
 
 
 def test_dir_prints_the_folder(program: Program, home: Path) -> None:

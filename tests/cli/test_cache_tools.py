@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,7 @@ import pytest
 from chatkv_store.blocks import BlockStore
 from chatkv_store.conversations import Conversations, Session
 from kv_samples import SMALL
-from program import Ran
+from program import Ran, command, environment
 from sessions import talk
 
 Program = Callable[..., Ran]
@@ -263,6 +267,94 @@ def _tokens(reused: int, loaded: int, computed: int) -> dict[str, int]:
 
 def test_stats_count_what_was_written(program: Program, cached: dict[str, Session]) -> None:
     assert asked(program, "stats")["written_blocks"] == 12
+
+
+def test_counting_begins_anew(program: Program, cached: dict[str, Session], home: Path) -> None:
+    measured = {"tokens": _tokens(0, 900, 20), "plan": {"alternatives_ms": {"re-prefill": 9.0}}}
+
+    def measure() -> None:
+        new = cached["new"].id
+        with Conversations(home / "data" / "conversations.sqlite3") as store, store.lease(new):
+            turn = store.begin_turn(new, user_text="q", prompt_ids=[1])
+            store.finish_turn(
+                turn.id, reply_text="a", reply_ids=[2], rng_draws_after=1, stats=measured
+            )
+
+    measure()
+    before = asked(program, "stats")
+    assert (before["turns"], before["written_blocks"], before["reset_at"]) == (1, 12, None)
+    since = asked(program, "stats", "--reset")["since"]
+    after = asked(program, "stats")
+    assert after["reset_at"] == since
+    assert not any(value for name, value in after.items() if name != "reset_at")
+    measure()
+    with BlockStore(home / "cache" / "kv") as store:
+        store.count(dropped_blocks=3)
+    after = asked(program, "stats")
+    assert (after["turns"], after["tokens_loaded"], after["dropped_blocks"]) == (1, 900, 3)
+    assert "blocks dropped      3\n" in program("cache", "stats").out
+    assert blocks_of(program) == EVERYTHING and num_turns(program) == 7
+    for wrong in ("--watch", "--since=1d"):
+        assert program("cache", "stats", "--reset", wrong).code == 2
+
+
+def test_counting_can_begin_before_anything_is_stored(program: Program, home: Path) -> None:
+    assert program("cache", "stats", "--reset").err == "counting from now on\n"
+    assert asked(program, "stats")["reset_at"] > 0
+
+
+def test_stats_are_watched_until_ctrl_c(cached: dict[str, Session], home: Path) -> None:
+    watching = subprocess.Popen(
+        command("cache", "stats", "--format", "jsonl", "--watch", "0.1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    assert watching.stdout is not None
+    assert json.loads(watching.stdout.readline())["dropped_blocks"] == 0
+    with BlockStore(home / "cache" / "kv") as store:
+        store.count(dropped_blocks=3)
+        while json.loads(watching.stdout.readline())["dropped_blocks"] != 3:
+            pass
+    watching.send_signal(signal.SIGINT)
+    _, said = watching.communicate(timeout=60)
+    assert watching.returncode == 130 and "Traceback" not in said
+
+
+READ_AND_WAIT = """
+import sys, time
+from chatkv_store import BlockStore
+store = BlockStore(sys.argv[1])
+with store.env.read():
+    print("reading", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_slots_of_dead_readers_are_freed_and_counted(
+    process: Program, cached: dict[str, Session], home: Path
+) -> None:
+    path = home / "cache" / "kv"
+    with BlockStore(path):  # else the next to open it begins with an empty reader table anyway
+        reader = subprocess.Popen(
+            [sys.executable, "-c", READ_AND_WAIT, str(path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+        assert reader.stdout is not None and reader.stdout.readline() == "reading\n"
+        listed = json.loads(process("cache", "readers", "--json").out)
+        assert {row["pid"] for row in listed} == {os.getpid(), reader.pid}
+        assert [row["transaction"] is not None for row in listed if row["pid"] == reader.pid] == [
+            True
+        ]
+        reader.kill()
+        reader.communicate(timeout=60)
+        first = json.loads(process("cache", "readers", "--clear-stale", "--json").out)
+        assert first == {"freed_slots": 1}
+        again = process("cache", "readers", "--clear-stale")
+        assert (again.code, again.err) == (0, "freed 0 slots of dead processes\n")
 
 
 @pytest.mark.parametrize(
