@@ -59,6 +59,16 @@ class Report:
         missing = self.reusable - self.reused
         return self.found / missing if missing else 0.0
 
+    def __add__(self, other: Report) -> Report:
+        """What the policy did in both replays."""
+        assert self.policy == other.policy
+        sums = {
+            one.name: getattr(self, one.name) + getattr(other, one.name)
+            for one in fields(self)
+            if one.name != "policy"
+        }
+        return Report(self.policy, **sums)
+
 
 def percentile(values: Sequence[float], share: float) -> float:
     """The value that `share` of them do not exceed; 0 where there are none."""

@@ -48,6 +48,13 @@ class Counts:
     evicted: int = 0
     refused: int = 0  # found no room
 
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.bytes_written + other.bytes_written,
+            self.evicted + other.evicted,
+            self.refused + other.refused,
+        )
+
 
 class Tier(Protocol):
     """What happens to KV outside the pool."""

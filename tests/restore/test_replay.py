@@ -189,6 +189,16 @@ def test_the_pool_drops_what_was_used_longest_ago() -> None:
     assert [pool.tokens_of(number) for number in (1, 3, 4)] == [0, 0, 0]
 
 
+def test_reports_add_up(reports: dict[str, Report]) -> None:
+    one = reports[Blocks.name]
+    both = one + one
+    assert both.policy == one.policy
+    assert both.num_turns == 2 * one.num_turns == len(both.ttft_s)
+    assert both.disk.evicted == 2 * one.disk.evicted
+    assert both.disk_hit_rate == one.disk_hit_rate
+    assert sum(both.plans.values()) == both.num_turns
+
+
 def test_percentiles_are_values_that_occurred() -> None:
     assert [percentile([3, 1, 2, 4], share) for share in (0.25, 0.5, 0.99)] == [1, 2, 4]
     assert percentile([], 0.5) == 0
