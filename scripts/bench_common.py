@@ -38,7 +38,9 @@ class Figure:
     """One measured value beside its baseline from the same run.
 
     `goal` is for `goal_of`: the value itself, or its ratio to the baseline. A `value` of None says
-    that it could not be measured here, and `note` says why.
+    that it could not be measured here, and `note` says why. `bound` is the value that this machine
+    could reach at best, measured in the same run: a goal that lies beyond it is neither met nor
+    missed here.
     """
 
     name: str
@@ -51,21 +53,31 @@ class Figure:
     goal_is: Literal[">=", "<="] = ">="
     note: str | None = None
     less_is_better: bool = False  # a time or a size: the ratio says how many times less it is
+    bound: float | None = None
 
     @property
     def ratio(self) -> float | None:
         """The value in units of the baseline, or the other way round where less is better."""
-        if not self.value or not self.baseline:
-            return None
-        return self.baseline / self.value if self.less_is_better else self.value / self.baseline
+        return self._ratio_of(self.value)
 
     @property
     def meets(self) -> bool | None:
-        """Whether the goal is met; None where there is no goal or nothing could be measured."""
-        reached = self.value if self.goal_of == "value" else self.ratio
+        """Whether the goal is met; None where there is no goal, nothing could be measured, or no
+        program could have met it here."""
+        met = self._met_by(self.value)
+        out_of_reach = self.bound is not None and not self._met_by(self.bound)
+        return None if met is False and out_of_reach else met
+
+    def _met_by(self, value: float | None) -> bool | None:
+        reached = value if self.goal_of == "value" else self._ratio_of(value)
         if reached is None or self.goal is None:
             return None
         return reached >= self.goal if self.goal_is == ">=" else reached <= self.goal
+
+    def _ratio_of(self, value: float | None) -> float | None:
+        if not value or not self.baseline:
+            return None
+        return self.baseline / value if self.less_is_better else value / self.baseline
 
     def to_dict(self) -> dict[str, Any]:
         fields: dict[str, Any] = {
@@ -80,6 +92,8 @@ class Figure:
             "goal_is": self.goal_is,
             "meets": self.meets,
         }
+        if self.bound is not None:
+            fields["bound"] = _rounded(self.bound)
         if self.note is not None:
             fields["note"] = self.note
         return fields
@@ -196,6 +210,11 @@ def table(where: dict[str, Any], figures: list[Figure]) -> str:
     lines = [f"{where['cpu']}, {where['cores']} cores, {where['system']}", ""]
     lines += [
         "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    lines += [
+        f"{figure.name}: at best {_short(figure.bound)} {figure.unit} here"
+        for figure in figures
+        if figure.bound is not None
     ]
     lines += [f"{figure.name}: {figure.note}" for figure in figures if figure.note]
     return "\n".join(lines)

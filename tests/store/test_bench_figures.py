@@ -64,6 +64,20 @@ def test_meeting_a_goal(
     assert "f" in common.table(common.machine(), [figure])
 
 
+@pytest.mark.parametrize(
+    ("value", "bound", "meets"),
+    [(31.0, 40.0, True), (25.0, 40.0, False), (25.0, 29.0, None), (31.0, 29.0, True)],
+)
+def test_a_goal_beyond_what_the_machine_can_do_is_not_judged(
+    common: ModuleType, value: float, bound: float, meets: bool | None
+) -> None:
+    figure = common.Figure("f", value, "GB/s", 10.0, "b", goal=3, bound=bound)
+    assert figure.meets is meets and figure.to_dict()["bound"] == bound
+    assert f"f: at best {bound:g} GB/s here" in common.table(common.machine(), [figure])
+    time = common.Figure("t", 60 / value, "ms", goal=2, goal_of="value", goal_is="<=")
+    assert time.meets is (value >= 30)
+
+
 def test_the_json_of_a_script(tmp_path: Path) -> None:
     script = SCRIPTS / "bench_common.py"
     subprocess.run(
