@@ -69,13 +69,13 @@ def warm(output: Output, sessions: tuple[str, ...]) -> None:
 
 def _read(store: BlockStore, blocks: list[StoredBlock]) -> list[str]:
     """Read all values of `blocks`, the earliest tokens first; what is wrong with any."""
-    from chatkv_store.errors import BlockMiss
+    from chatkv_store.errors import StoreError
 
     def miss(block: StoredBlock) -> str | None:
         try:
             store.payloads(block)
-        except BlockMiss as error:
-            return error.reason
+        except StoreError as error:
+            return str(error)
         return None
 
     with ThreadPoolExecutor(THREADS) as pool:

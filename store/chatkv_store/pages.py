@@ -5,6 +5,7 @@ process (SIGSEGV, SIGBUS), or make it hand out a page that is in use. So the tre
 are walked here first, with `pread`, which cannot kill: every page is what its parent says, every
 node lies inside its page, every page number inside the file, and no page has two owners, the list
 of free pages included. Values are not read; their digests are checked when they are.
+Only a thorough walk looks at the pages on which they begin.
 
 The format is that of LMDB 0.9 (lmdb.h and mdb.c of https://git.openldap.org/openldap/openldap):
 
@@ -82,6 +83,7 @@ class Pages:
     num_pages: int
     tree: list[int] = field(default_factory=list)  # of all trees, the free list's included
     free: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # (freed by, numbers)
+    values: list[tuple[int, int]] = field(default_factory=list)  # (first, count) of big ones
 
 
 def precheck(file: int) -> None:
@@ -97,10 +99,13 @@ def precheck(file: int) -> None:
         raise PagesDamaged("its first page makes no sense")
 
 
-def check(file: int, txnid: int, page_bytes: int, flags: Mapping[bytes, int]) -> Pages:
+def check(
+    file: int, txnid: int, page_bytes: int, flags: Mapping[bytes, int], *, thorough: bool = False
+) -> Pages:
     """Walk the trees of snapshot `txnid`, which a read transaction must be holding.
 
-    `flags` are those of the named databases (`flags_of`). Raises PagesDamaged or SnapshotGone.
+    `flags` are those of the named databases (`flags_of`). A `thorough` walk reads the head of every
+    value too, somewhere else on the disk each. Raises PagesDamaged or SnapshotGone.
     """
     for number in range(META_PAGES):
         page = os.pread(file, page_bytes, number * page_bytes)
@@ -122,6 +127,8 @@ def check(file: int, txnid: int, page_bytes: int, flags: Mapping[bytes, int]) ->
     walk.free_list(free, txnid)
     walk.named_databases(main)
     walk.claim_free()
+    if thorough:
+        walk.value_heads()
     return walk.pages
 
 
@@ -186,6 +193,19 @@ class _Walk:
                 if used[number]:
                     raise PagesDamaged(f"page {number} is free and in use")
                 used[number] = 1
+
+    def value_heads(self) -> None:
+        """Each value has as many pages as its head says, and no other has them. LMDB believes the
+        head when the value is deleted: it frees that many."""
+        for first, count in self.pages.values:
+            head = os.pread(self._file, PAGE.size, first * self.pages.page_bytes)
+            if len(head) < PAGE.size:
+                raise PagesDamaged(f"page {first} is missing")
+            number, _, flags, low, high = PAGE.unpack(head)
+            said = low | high << 16  # more than it needs, where a larger value was there before
+            if (number, flags) != (first, _OVERFLOW) or said < count:
+                raise PagesDamaged(f"page {first} does not begin a value")
+            self._claim_value(first + count, said - count)
 
     def _database(self, record: _Record) -> None:
         for number, page in self._leaves(record):
@@ -306,7 +326,9 @@ class _Walk:
                 raise PagesDamaged(f"page {number} has a node that leaves it")
             if flags & _BIG:
                 first = int.from_bytes(page[data : data + 8], "little")
-                self._claim_value(first, -(-(PAGE.size + size) // page_bytes))
+                count = -(-(PAGE.size + size) // page_bytes)
+                self._claim_value(first, count)
+                self.pages.values.append((first, count))
             ends.append(data + inside)
             yield page[at + _NODE.size : data], data, size, flags
         _check_no_gaps(number, page, offsets, ends)
