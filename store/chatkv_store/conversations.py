@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from chatkv_store import importing, resolve, sessions, tree, turns
+from chatkv_store import branching, importing, resolve, sessions, tree, turns
 from chatkv_store.database import Database
 from chatkv_store.errors import StoreBusy, StoreError, StoreFull
 from chatkv_store.export import as_plain_values
@@ -230,6 +230,11 @@ class Conversations:
         """The session's turns from the first to its head."""
         with self._database.read() as conn:
             return tree.chain(conn, resolve.by_id(conn, session_id).head)
+
+    def tree(self, session_id: str) -> list[Turn]:
+        """The session's turns, and behind them those that it left behind by moving its head."""
+        with self._database.read() as conn:
+            return branching.turns_of(conn, resolve.by_id(conn, session_id))
 
     def token_log(self, session_id: str) -> array[int]:
         """Every token id (u32) of the session, from its first turn to its head."""
