@@ -24,19 +24,18 @@ from chatkv.model.weights import load_weights
 from chatkv.paths import Folders
 from chatkv.process import prepare_to_compute
 from chatkv.restore.calibration import Calibration
-from chatkv.restore.cost import CostFile, machine_name
+from chatkv.restore.cost import CostFile, cost_key
+from chatkv.restore.disk import Disk
 from chatkv.restore.restorer import Restorer
 from chatkv.restore.saver import DiskTier
 from chatkv.session.conversation import Conversation
 from chatkv.session.generation import ModelParts
 from chatkv_store.blocks import BlockStore
-from chatkv_store.budget import default_budget
 from chatkv_store.codec import by_name as codec_by_name
 from chatkv_store.conversations import Conversations, Session
 from chatkv_store.errors import StoreError
 from chatkv_store.keys import namespace as kv_namespace
 from chatkv_store.layout import KVLayout
-from chatkv_store.writer import BlockWriter
 
 Progress = Callable[[str, int, int], None]
 
@@ -50,7 +49,8 @@ class Runtime:
     """Everything behind a face, in this process.
 
     model: what `find_model` takes, None for the embedded default. dtype "auto" is what this
-    machine decodes faster; kv_codec is how KV is stored. Notices are lines that a user should see.
+    machine decodes faster; kv_codec is how KV is stored. disk: the process's, by default one of its
+    own. Notices are lines that a user should see.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Runtime:
         dtype: Dtype | Literal["auto"] = "auto",
         on_progress: Progress | None = None,
         kv_codec: str = "lossless",
+        disk: Disk | None = None,
     ) -> None:
         began = time.perf_counter()
         self.folders, self.conversations = folders, conversations
@@ -86,7 +87,7 @@ class Runtime:
             config.num_layers, config.num_kv_heads, config.head_dim, chosen, BLOCK_TOKENS
         )
         self.namespace = self.namespace_of(kv_codec)
-        self._disk = self._open_disk()
+        self._disk = self._usable(disk or self._own_disk())
         self._costs = CostFile(folders.costs)
         self._restorers: dict[str, Restorer] = {}
         self._scratch: Restorer | None = None
@@ -128,8 +129,8 @@ class Runtime:
         if kv_codec not in self._restorers:
             namespace = self.namespace_of(kv_codec)
             disk = None
-            if self._disk is not None:
-                store, writer = self._disk
+            if self._disk is not None and self._disk.store and self._disk.writer:
+                store, writer = self._disk.store, self._disk.writer
                 with suppress(StoreError):  # only listings would miss it
                     self._register(store, namespace, kv_codec)
                 disk = DiskTier(store, writer, namespace, kv_codec)
@@ -221,34 +222,25 @@ class Runtime:
             self.load_model_ms,
         )
 
-    def _open_disk(self) -> tuple[BlockStore, BlockWriter] | None:
+    def _own_disk(self) -> Disk:
+        disk = Disk(self.folders, self.conversations)
+        self._open.callback(disk.close)
+        return disk
+
+    def _usable(self, disk: Disk) -> Disk | None:
         """The disk tier; where it cannot be used, the chat goes on without it and says so."""
+        self.notices += disk.notices
+        if disk.store is None:
+            return None
         try:
-            store = BlockStore(
-                self.folders.kv,
-                budget=default_budget(self.folders.kv),
-                conversations=self.conversations,
-                replace_damaged=True,
-                prefill_rates=self._prefill_rates,
-            )
-            self._open.callback(store.close)
-            if store.replaced:
-                self.notices.append(f"the KV cache was damaged and starts empty: {store.replaced}")
-            self._register(store, self.namespace, self.kv_codec)
-        except (StoreError, OSError) as error:
+            self._register(disk.store, self.namespace, self.kv_codec)
+        except StoreError as error:
             self.notices.append(f"KV is not kept: {error}")
             return None
-        writer = BlockWriter(store)
-        self._open.callback(writer.close)
-        return store, writer
-
-    def _prefill_rates(self, namespace: bytes) -> tuple[float, float]:
-        """What prefill of a namespace's model takes here, so that the store knows what to keep."""
-        cost = self._costs.load(self._cost_key(namespace))
-        return cost.prefill_s_per_token, cost.prefill_s_per_token_pair
+        return disk
 
     def _cost_key(self, namespace: bytes) -> str:
-        return f"{machine_name()}/{namespace.hex()[:16]}/{self.engine.decoder.device.type}"
+        return cost_key(namespace, self.engine.decoder.device.type)
 
     def _register(self, store: BlockStore, namespace: bytes, kv_codec: str) -> None:
         """Say in the store what a namespace's KV is of."""

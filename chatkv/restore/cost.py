@@ -159,6 +159,11 @@ def machine_name() -> str:
     return f"{platform.node()}-{platform.machine()}-{len(os.sched_getaffinity(0))}cpu"
 
 
+def cost_key(namespace: bytes, device: str) -> str:
+    """Under which a model's rates on a device are kept."""
+    return f"{machine_name()}/{namespace.hex()[:16]}/{device}"
+
+
 @dataclass
 class CostFile:
     """The rates of all models on this machine, one JSON file in the cache; may be deleted."""
