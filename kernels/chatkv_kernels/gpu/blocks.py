@@ -78,4 +78,4 @@ def _example(shape: Shape) -> None:
     scatter_blocks(pool, table, slab)
 
 
-SPECS = per_shape("gather_blocks, scatter_blocks", _example)
+SPECS = per_shape("blocks gather, scatter", _example)

@@ -345,4 +345,4 @@ def _example(shape: Shape) -> None:
     unpack_packed(payloads, offsets, pool, table)
 
 
-SPECS = per_shape("pack_packed, unpack_packed", _example)
+SPECS = per_shape("packed", _example)

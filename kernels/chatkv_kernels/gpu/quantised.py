@@ -599,4 +599,4 @@ def _example(shape: Shape) -> None:
         unpack(payloads, offsets, pool, table, turn)
 
 
-SPECS = per_shape("pack and unpack int8, fp8, int4", _example)
+SPECS = per_shape("quantised int8, fp8, int4", _example)

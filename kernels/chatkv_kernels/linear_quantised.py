@@ -1,0 +1,144 @@
+"""Linear layers whose weights take 8 or 4 bits, for the few rows of a decode step.
+
+What weights become, [out_features, in_features] at first:
+
+    int8    codes int8 [out, in], scales float32 [out]             weight = scale * code
+    fp8     codes float8_e4m3fn [out, in], scales float32 [out]    weight = scale * code
+    int4    codes uint8 [in / 64, out, 32], scales float16 [in / group, out], and zeros uint8
+            [in / group, out] or none                              weight = scale * (code - zero)
+
+A group is 32, 64 or 128 neighbouring inputs of one output; zero is 8 where there are no zeros. A
+run of 64 inputs takes 32 bytes: byte i holds input i in its lower half and input i + 32 in its
+upper one. A run of all outputs is one stretch of memory, so what a program reads is too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chatkv_kernels.dispatch import has_kernel
+from chatkv_kernels.linear import finish, wide
+
+RUN = 64  # inputs
+GROUP_SIZES = (32, 64, 128)
+E4M3_MAX = 448.0
+
+
+class Weight8(NamedTuple):
+    """`int8` or `fp8`."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+class Weight4(NamedTuple):
+    """`int4`."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+
+
+@has_kernel
+def linear_int8(
+    x: Tensor, weight: Weight8, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """As `linear`, with a weight of `quantise_weight_int8`."""
+    return _linear(x, dequantise_weight_8(weight, wide(x).dtype), bias, residual)
+
+
+@has_kernel
+def linear_fp8(
+    x: Tensor, weight: Weight8, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """As `linear`, with a weight of `quantise_weight_fp8`."""
+    return _linear(x, dequantise_weight_8(weight, wide(x).dtype), bias, residual)
+
+
+@has_kernel
+def linear_int4(
+    x: Tensor, weight: Weight4, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """As `linear`, with a weight of `quantise_weight_int4`."""
+    return _linear(x, dequantise_weight_int4(weight, wide(x).dtype), bias, residual)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    return finish(x, F.linear(wide(x), weight), bias, residual)
+
+
+def quantise_weight_int8(weight: Tensor) -> Weight8:
+    """Codes from -127 to 127."""
+    scales, steps = _per_output(weight, 127.0)
+    return Weight8(steps.round().to(torch.int8), scales)
+
+
+def quantise_weight_fp8(weight: Tensor) -> Weight8:
+    """Codes are e4m3 (arXiv 2209.05433), the largest of an output 448."""
+    scales, steps = _per_output(weight, E4M3_MAX)
+    return Weight8(steps.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scales)
+
+
+def quantise_weight_int4(weight: Tensor, group_size: int = 128, symmetric: bool = True) -> Weight4:
+    """Of a symmetric group the largest weight, whatever its sign, falls on code 0; else the least
+    and the largest one, and zero, are in reach. Raises ValueError on sizes that do not fit."""
+    num_outputs, num_inputs = weight.shape
+    if group_size not in GROUP_SIZES:
+        raise ValueError(f"an int4 group must be one of {GROUP_SIZES} inputs, not {group_size}")
+    if num_inputs % max(RUN, group_size):
+        raise ValueError(
+            f"{num_inputs} inputs are not a multiple of {max(RUN, group_size)}, as int4 needs"
+        )
+    groups = weight.float().view(num_outputs, -1, group_size)
+    if symmetric:
+        largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+        scales = (largest / -8).half()
+        zeros = torch.full_like(scales, 8)
+    else:
+        least, most = groups.amin(-1, True).clamp(max=0), groups.amax(-1, True).clamp(min=0)
+        scales = ((most - least) / 15).half()
+        zeros = (-least / _divisor(scales)).round().clamp(0, 15)
+    codes = (groups / _divisor(scales)).round() + zeros
+    return Weight4(
+        pack_nibbles(codes.clamp(0, 15).to(torch.uint8).view(num_outputs, num_inputs)),
+        scales[..., 0].T.contiguous(),
+        None if symmetric else zeros[..., 0].T.to(torch.uint8).contiguous(),
+    )
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Codes 0..15, uint8 [out, in], as those of a Weight4."""
+    low, high = codes.view(codes.shape[0], -1, 2, RUN // 2).unbind(2)
+    return (low | high << 4).transpose(0, 1).contiguous()
+
+
+def dequantise_weight_8(weight: Weight8, dtype: torch.dtype) -> Tensor:
+    """[out, in] of `dtype`."""
+    numbers = weight.codes.to(torch.promote_types(dtype, torch.float32))
+    return (numbers * weight.scales[:, None]).to(dtype)
+
+
+def dequantise_weight_int4(weight: Weight4, dtype: torch.dtype) -> Tensor:
+    """[out, in] of `dtype`."""
+    runs, num_outputs, _ = weight.codes.shape
+    codes = torch.cat([weight.codes & 15, weight.codes >> 4], -1).transpose(0, 1)
+    groups = codes.reshape(num_outputs, len(weight.scales), -1)
+    groups = groups.to(torch.promote_types(dtype, torch.float32))
+    zeros = 8 if weight.zeros is None else weight.zeros.T[..., None]
+    numbers = (groups - zeros) * weight.scales.T[..., None]
+    return numbers.to(dtype).reshape(num_outputs, runs * RUN)
+
+
+def _per_output(weight: Tensor, largest_code: float) -> tuple[Tensor, Tensor]:
+    """Scales [out], and the weight in steps of them."""
+    scales = weight.float().abs().amax(1) / largest_code
+    return scales, weight.float() / _divisor(scales)[:, None]
+
+
+def _divisor(scales: Tensor) -> Tensor:
+    """A scale to divide by: where all weights are zero it is, and so are codes."""
+    return torch.where(scales == 0, torch.inf, scales.float())

@@ -1,0 +1,215 @@
+"""Linear layers of a few rows against float64, at sizes that fill no tile; and their weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from agreement import assert_agrees, dtype_on, in_float64
+from chatkv_kernels.gpu.linear import Tiles
+from chatkv_kernels.gpu.target import A100, H200, assume
+from chatkv_kernels.linear import linear
+from chatkv_kernels.linear_quantised import (
+    Weight4,
+    Weight8,
+    dequantise_weight_8,
+    dequantise_weight_int4,
+    linear_fp8,
+    linear_int4,
+    linear_int8,
+    quantise_weight_fp8,
+    quantise_weight_int4,
+    quantise_weight_int8,
+)
+
+DTYPE = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+ROWS = st.integers(1, 16)
+OUTPUTS = st.integers(1, 200)
+SEED = st.integers(0, 99)
+
+
+def normal(device: torch.device, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*size).to(device, dtype)
+
+
+def check(
+    function: Any, x: Tensor, weight: Any, with_bias: bool, with_residual: bool, num_outputs: int
+) -> None:
+    bias = normal(x.device, num_outputs, dtype=x.dtype) if with_bias else None
+    residual = normal(x.device, len(x), num_outputs, dtype=x.dtype) if with_residual else None
+    exact = in_float64(function.reference, x, weight, bias, residual)
+    assert_agrees(function.kernel(x, weight, bias, residual), exact)
+    assert_agrees(function.reference(x, weight, bias, residual), exact)
+
+
+@settings(max_examples=12)
+@given(
+    rows=ROWS,
+    num_outputs=OUTPUTS,
+    num_inputs=st.sampled_from([8, 100, 192, 1100]),
+    dtype=DTYPE,
+    with_bias=st.booleans(),
+    with_residual=st.booleans(),
+    seed=SEED,
+)
+def test_linear(
+    device: torch.device,
+    rows: int,
+    num_outputs: int,
+    num_inputs: int,
+    dtype: torch.dtype,
+    with_bias: bool,
+    with_residual: bool,
+    seed: int,
+) -> None:
+    """The longest one is split."""
+    torch.manual_seed(seed)
+    dtype = dtype_on(device, dtype)
+    x = normal(device, rows, num_inputs + 3, dtype=dtype)[:, :num_inputs]
+    weight = normal(device, num_outputs, num_inputs, dtype=dtype)
+    check(linear, x, weight, with_bias, with_residual, num_outputs)
+
+
+@settings(max_examples=12)
+@given(
+    rows=ROWS,
+    num_outputs=OUTPUTS,
+    num_inputs=st.sampled_from([72, 576, 2100]),
+    dtype=DTYPE,
+    is_float=st.booleans(),
+    target=st.sampled_from([A100, H200]),
+    with_bias=st.booleans(),
+    seed=SEED,
+)
+def test_linear_int8_and_fp8(
+    device: torch.device,
+    rows: int,
+    num_outputs: int,
+    num_inputs: int,
+    dtype: torch.dtype,
+    is_float: bool,
+    target: Any,
+    with_bias: bool,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    x = normal(device, rows, num_inputs, dtype=dtype_on(device, dtype))
+    quantise = quantise_weight_fp8 if is_float else quantise_weight_int8
+    weight = quantise(normal(device, num_outputs, num_inputs))
+    with assume(target):
+        function = linear_fp8 if is_float else linear_int8
+        check(function, x, weight, with_bias, not with_bias, num_outputs)
+
+
+@settings(max_examples=12)
+@given(
+    rows=ROWS,
+    num_outputs=OUTPUTS,
+    num_inputs=st.sampled_from([128, 384, 1152]),
+    dtype=DTYPE,
+    group_size=st.sampled_from([32, 64, 128]),
+    symmetric=st.booleans(),
+    with_bias=st.booleans(),
+    seed=SEED,
+)
+def test_linear_int4(
+    device: torch.device,
+    rows: int,
+    num_outputs: int,
+    num_inputs: int,
+    dtype: torch.dtype,
+    group_size: int,
+    symmetric: bool,
+    with_bias: bool,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    x = normal(device, rows, num_inputs, dtype=dtype_on(device, dtype))
+    weight = normal(device, num_outputs, num_inputs) + (0 if symmetric else 1)
+    quantised = quantise_weight_int4(weight, group_size, symmetric)
+    check(linear_int4, x, quantised, with_bias, not with_bias, num_outputs)
+
+
+def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
+    """To the bit, where inputs are split too: an answer is the same in any batch."""
+    torch.manual_seed(0)
+    x = normal(device, 16, 1152, dtype=torch.float16)
+    weight = normal(device, 70, 1152)
+    for function, of in (
+        (linear, weight.half()),
+        (linear_int8, quantise_weight_int8(weight)),
+        (linear_int4, quantise_weight_int4(weight)),
+    ):
+        together = function.kernel(x, of)
+        for rows in ([0], [3, 7, 15]):
+            assert torch.equal(function.kernel(x[rows], of), together[rows])
+
+
+def test_inputs_are_split_where_outputs_are_few() -> None:
+    tiles = Tiles(outputs=64, step_inputs=64, stages=4)
+    assert [tiles.splits(*shape) for shape in ((128256, 4096), (4096, 4096), (576, 1536))] == [
+        1,
+        8,
+        2,
+    ]
+
+
+@given(
+    num_outputs=st.integers(1, 9),
+    runs=st.sampled_from([2, 4]),
+    group_size=st.sampled_from([32, 64, 128]),
+    symmetric=st.booleans(),
+    scale=st.sampled_from([0.0, 1e-3, 50.0]),
+    seed=SEED,
+)
+def test_int4_weights_are_near(
+    num_outputs: int, runs: int, group_size: int, symmetric: bool, scale: float, seed: int
+) -> None:
+    """Half a step, or a whole one at the end of a symmetric group that its largest is not at."""
+    torch.manual_seed(seed)
+    weight = scale * (torch.randn(num_outputs, 64 * runs) + (0 if symmetric else 1))
+    quantised = quantise_weight_int4(weight, group_size, symmetric)
+    assert quantised.codes.shape == (runs, num_outputs, 32)
+    assert quantised.scales.shape == (64 * runs // group_size, num_outputs)
+    assert (quantised.zeros is None) == symmetric
+    error = (dequantise_weight_int4(quantised, torch.float32) - weight).abs()
+    steps = quantised.scales.float().abs().T.repeat_interleave(group_size, 1)
+    # A scale is rounded to float16, which moves the 15th step by at most 15 / 2048 of one, or to
+    # its least number.
+    assert (error <= steps * (1.01 if symmetric else 0.52) + 8 * 2.0**-24).all()
+
+
+def test_where_a_code_lies() -> None:
+    weight = torch.full((3, 128), -8.0)
+    weight[1, 64 + 5], weight[1, 64 + 32 + 5] = 3.0, 6.0
+    quantised = quantise_weight_int4(weight, 64)
+    assert quantised.codes[1, 1, 5] == (3 + 8) | (6 + 8) << 4
+    assert quantised.codes.sum() == quantised.codes[1, 1, 5]
+    assert torch.equal(dequantise_weight_int4(quantised, torch.float32), weight)
+
+
+@pytest.mark.parametrize("quantise", [quantise_weight_int8, quantise_weight_fp8])
+def test_8_bit_weights_are_near(quantise: Any) -> None:
+    torch.manual_seed(1)
+    weight = torch.randn(7, 300) * torch.logspace(-6, 6, 7)[:, None]
+    weight[3] = 0
+    error = (dequantise_weight_8(quantise(weight), torch.float32) - weight).abs()
+    largest = weight.abs().amax(1, True)
+    bound = largest / 254 if quantise is quantise_weight_int8 else weight.abs() / 16 + largest / 4e5
+    assert (error <= 1.001 * bound).all()
+
+
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="100 inputs are not a multiple of 64"):
+        quantise_weight_int4(torch.zeros(4, 100), 32)
+    with pytest.raises(ValueError, match="must be one of"):
+        quantise_weight_int4(torch.zeros(4, 128), 16)
+    with pytest.raises(ValueError, match="at most 16 rows"):
+        linear.kernel(torch.zeros(17, 8, device=device), torch.zeros(4, 8, device=device))
+    assert isinstance(quantise_weight_int8(torch.ones(1, 1)), Weight8)
+    assert isinstance(quantise_weight_int4(torch.ones(1, 64), 64), Weight4)
