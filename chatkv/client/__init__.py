@@ -2,6 +2,16 @@
 
 from chatkv.client.chat import Chat, TurnText, connect
 from chatkv.client.local import OpenChat, open_chat
+from chatkv.session.ready import Ready
 from chatkv.session.request import ChatRequest, KVCodec
 
-__all__ = ["Chat", "ChatRequest", "KVCodec", "OpenChat", "TurnText", "connect", "open_chat"]
+__all__ = [
+    "Chat",
+    "ChatRequest",
+    "KVCodec",
+    "OpenChat",
+    "Ready",
+    "TurnText",
+    "connect",
+    "open_chat",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from chatkv.client.local import OpenChat, open_chat
 from chatkv.paths import Folders
+from chatkv.session.ready import Ready
 from chatkv.session.request import ChatRequest
 
 if TYPE_CHECKING:
@@ -74,7 +76,10 @@ class Chat(Protocol):
 
     def draft(self, text: str, system: str | None = None) -> int:
         """Prefill what is being typed as far as it is settled ("": restore the history); how many
-        tokens of the log and it are ready. A newer draft, or a turn, ends it."""
+        tokens of the log and it are ready. A newer draft, or a turn, ends it, from any thread."""
+
+    def restore(self) -> Ready:
+        """Bring the history into memory: a draft of nothing, told in full."""
 
 
 @contextmanager
@@ -109,6 +114,8 @@ class LocalChat:
         self.model = opened.runtime.prepared.name
         self.max_tokens = opened.runtime.engine.max_tokens
         self.notices = list(opened.runtime.notices)
+        self._in_use = threading.Lock()  # by a turn or a draft
+        self._newer = threading.Event()  # ends the draft that is running
 
     @property
     def session(self) -> str:
@@ -144,15 +151,33 @@ class LocalChat:
     def send(
         self, text: str, options: TurnOptions, listener: Listener, system: str | None = None
     ) -> TurnResult:
-        return self._conversation.send(text, options, listener, system)
+        with self._alone():
+            return self._conversation.send(text, options, listener, system)
 
     def resume_reply(self, options: TurnOptions, listener: Listener) -> TurnResult:
-        return self._conversation.resume_reply(options, listener)
+        with self._alone():
+            return self._conversation.resume_reply(options, listener)
 
     def rewind(self, num_turns: int) -> None:
-        self._conversation.rewind(num_turns)
+        with self._alone():
+            self._conversation.rewind(num_turns)
 
     def draft(self, text: str, system: str | None = None) -> int:
-        from chatkv.session.ahead import prefill_draft
+        return self._make_ready(text, system).cached
 
-        return prefill_draft(self._conversation, text, system=system)
+    def restore(self) -> Ready:
+        return self._make_ready("", None)
+
+    def _make_ready(self, text: str, system: str | None) -> Ready:
+        from chatkv.session.ahead import make_ready
+
+        with self._alone() as newer:
+            return make_ready(self._conversation, text, newer.is_set, system)
+
+    @contextmanager
+    def _alone(self) -> Iterator[threading.Event]:
+        """Use the conversation, once the draft that is running has ended."""
+        self._newer.set()
+        with self._in_use:
+            self._newer = threading.Event()
+            yield self._newer

@@ -22,6 +22,7 @@ from chatkv.server.wire import (
     SendRequest,
     raised,
 )
+from chatkv.session.ready import Ready
 from chatkv.session.request import ChatRequest
 from chatkv.session.turn import Listener, TurnOptions, TurnResult
 
@@ -43,6 +44,7 @@ class RemoteChat:
     ) -> None:
         self._folders, self._link, self._request = folders, link, request
         self.num_unsaved = 0
+        self._is_said = False  # something was: the session is in the file then
         self._opened(self._open(on_progress))
         self.is_resumed = request.resume is not None or request.resume_last
 
@@ -51,16 +53,17 @@ class RemoteChat:
     ) -> TurnResult:
         self._be_there()
         body = SendRequest(text, system, options)
-        result = self._turn("turns", body, listener)
-        self.turns.append(_turn_of(result, text, system))
+        self._is_said = True
+        result, stats = self._turn("turns", body, listener)
+        self.turns.append(_turn_of(result, text, system, stats))
         return result
 
     def resume_reply(self, options: TurnOptions, listener: Listener) -> TurnResult:
         self._be_there()
         last = self.turns[-1] if self.turns else None
-        result = self._turn("continue", OptionsRequest(options), listener)
+        result, stats = self._turn("continue", OptionsRequest(options), listener)
         assert last is not None  # else it was refused
-        self.turns[-1] = _turn_of(result, last.user, last.system)
+        self.turns[-1] = _turn_of(result, last.user, last.system, stats)
         return result
 
     def rewind(self, num_turns: int) -> None:
@@ -68,11 +71,21 @@ class RemoteChat:
         self._opened(self._link.call("POST", self._url("rewind"), RewindRequest(num_turns)))
 
     def draft(self, text: str, system: str | None = None) -> int:
-        self._be_there()
-        found = self._link.call("POST", self._url("draft"), DraftRequest(text, system))
-        return int(found["cached"])
+        return self._make_ready(text, system).cached
+
+    def restore(self) -> Ready:
+        return self._make_ready("", None)
 
     # --- inside ---------------------------------------------------------------------------------
+
+    def _make_ready(self, text: str, system: str | None) -> Ready:
+        self._be_there()
+        for event in self._link.stream(self._url("draft"), DraftRequest(text, system)):
+            if event.event == "error":
+                raise raised(event)
+            if event.event == "result":
+                return Ready(**event.data)
+        return Ready(0)
 
     def _url(self, action: str) -> str:
         return f"/sessions/{self.session}/{action}"
@@ -103,11 +116,14 @@ class RemoteChat:
             return
         except EngineGone:
             self._link = engine.start(self._folders)
-        if self.turns:
+        if self.turns or self._is_said:
             self._request = ChatRequest(resume=self.session)
         self._opened(self._open())
 
-    def _turn(self, action: str, body: Any, listener: Listener) -> TurnResult:
+    def _turn(
+        self, action: str, body: Any, listener: Listener
+    ) -> tuple[TurnResult, dict[str, Any]]:
+        """A turn, and what was measured of it."""
         cancelled = False
         for event in self._events(action, body):
             if event.event == "text":
@@ -117,20 +133,18 @@ class RemoteChat:
             elif event.event == "error":
                 raise raised(event)
             elif event.event == "result":
-                self.num_unsaved = event.data.pop("num_unsaved")
-                result = TurnResult.from_json(event.data)
+                self.num_unsaved, self.title = event.data["num_unsaved"], event.data["title"]
+                result, stats = TurnResult.from_json(event.data), event.data["stats"]
             if not cancelled and listener.cancelled():
                 cancelled = True
                 self._link.call("POST", self._url("cancel"))
         self.num_tokens = result.tokens.prompt + result.tokens.generated
-        return result
+        return result, stats
 
     def _events(self, action: str, body: Any) -> Iterator[Event]:
         return self._link.stream(self._url(action), body)
 
 
-def _turn_of(result: TurnResult, user: str, system: str | None) -> TurnText:
+def _turn_of(result: TurnResult, user: str, system: str | None, stats: dict[str, Any]) -> TurnText:
     state = "interrupted" if result.finish_reason == "interrupted" else "done"
-    return TurnText(
-        result.turn, system, user, result.text, state, result.finish_reason, result.to_json()
-    )
+    return TurnText(result.turn, system, user, result.text, state, result.finish_reason, stats)

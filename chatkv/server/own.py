@@ -5,7 +5,7 @@ POST   /stop                            end the process, once all is saved
 POST   /sessions                        open a session, or begin one      -> stream
 POST   /sessions/ID/turns               say something, hear the answer    -> stream
 POST   /sessions/ID/continue            go on with the last answer        -> stream
-POST   /sessions/ID/draft               restore, and prefill what is being typed
+POST   /sessions/ID/draft               restore, prefill what is being typed -> stream
 POST   /sessions/ID/cancel              stop what is running
 POST   /sessions/ID/rewind              take turns back (they stay as a branch)
 POST   /sessions/ID/release             close it, so that others may write
@@ -16,15 +16,19 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from chatkv import __version__
+from chatkv.engine.scheduler import Cancelled
 from chatkv.errors import ChatkvError, UsageError
 from chatkv.server.hub import Held, Hub
 from chatkv.server.stream import Emit, events
@@ -34,10 +38,12 @@ from chatkv.server.wire import (
     OptionsRequest,
     RewindRequest,
     SendRequest,
+    StopRequest,
     encode,
     error_event,
 )
-from chatkv.session.ahead import prefill_draft
+from chatkv.session.ahead import make_ready
+from chatkv.session.ready import Ready
 from chatkv.session.request import ChatRequest
 from chatkv.session.turn import Listener, TurnResult
 from chatkv_store.errors import StoreError
@@ -73,6 +79,13 @@ class OwnApi:
         return JSONResponse(about | await run_in_threadpool(self.hub.status))
 
     async def stop(self, request: Request) -> Response:
+        wanted = await _body(request, StopRequest)
+        num_unsaved = 0 if wanted.force else await run_in_threadpool(self.hub.save)
+        if num_unsaved:
+            raise UsageError(
+                f"{num_unsaved} of the turns that were said could not be saved yet: free some "
+                "space on the disk, or lose them with `chatkv stop --force`"
+            )
         self._on_stop()
         return JSONResponse({"stopping": True})
 
@@ -117,15 +130,22 @@ class OwnApi:
         """The newest draft counts: one that is still being prefilled ends."""
         wanted, session_id = await _body(request, DraftRequest), request.path_params["id"]
         self._end_draft(session_id)
-        cancel = self._drafts[session_id] = threading.Event()
+        mine = self._drafts[session_id] = threading.Event()
 
-        def work() -> dict[str, Any]:
-            with self.hub.use(session_id, cancel) as held:
-                conversation = held.conversation
-                cached = prefill_draft(conversation, wanted.text, cancel.is_set, wanted.system)
-                return {"cached": cached, "history": len(conversation.log)}
+        def work(emit: Emit, cancel: threading.Event) -> None:
+            def is_over() -> bool:
+                if cancel.is_set():  # whoever typed it is gone
+                    mine.set()
+                return mine.is_set()
 
-        return await _answer(work)
+            ready = Ready(0)
+            with suppress(Cancelled), self.hub.use(session_id, mine, is_draft=True) as held:
+                ready = make_ready(held.conversation, wanted.text, is_over, wanted.system)
+            if self._drafts.get(session_id) is mine:
+                self._drafts.pop(session_id, None)
+            emit(Event("result", data=asdict(ready)))
+
+        return _stream(work)
 
     async def cancel(self, request: Request) -> Response:
         return JSONResponse({"cancelled": self.hub.cancel(request.path_params["id"])})
@@ -142,6 +162,7 @@ class OwnApi:
         return await _answer(work)
 
     async def release(self, request: Request) -> Response:
+        self._end_draft(request.path_params["id"])
         await run_in_threadpool(self.hub.release, request.path_params["id"])
         return JSONResponse({"released": True})
 
@@ -186,8 +207,13 @@ def _resident_bytes() -> int:
 
 
 def _result(held: Held, result: TurnResult) -> Event:
-    unsaved = held.conversation.journal.num_unsaved
-    return Event("result", data=result.to_json() | {"num_unsaved": unsaved})
+    conversation = held.conversation
+    beside = {
+        "num_unsaved": conversation.journal.num_unsaved,
+        "title": conversation.session.title,
+        "stats": conversation.turns[-1].stats,
+    }
+    return Event("result", data=result.to_json() | beside)
 
 
 def _listener(emit: Emit, cancel: threading.Event) -> Listener:
@@ -208,9 +234,25 @@ def _stream(work: Callable[[Emit, threading.Event], None]) -> Response:
 
 async def _body(request: Request, kind: type[Body]) -> Body:
     try:
-        return msgspec.json.decode(await request.body() or b"{}", type=kind)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        given = msgspec.json.decode(await request.body() or b"{}")
+        found = msgspec.convert(given, kind)
+    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{request.url.path}: {error}") from None
+    if (unknown := _unknown_field(given, msgspec.to_builtins(found))) is not None:
+        raise UsageError(f"{request.url.path}: there is no field {unknown}")
+    return found
+
+
+def _unknown_field(given: Any, known: Any, inside: str = "") -> str | None:
+    """A name in `given` that `known`, which was made of it, lacks."""
+    if not isinstance(given, dict) or not isinstance(known, dict):
+        return None
+    for name, value in given.items():
+        if name not in known:
+            return f"{inside}{name}"
+        if (deeper := _unknown_field(value, known[name], f"{inside}{name}.")) is not None:
+            return deeper
+    return None
 
 
 async def _answer(work: Callable[[], dict[str, Any]]) -> Response:
@@ -219,9 +261,16 @@ async def _answer(work: Callable[[], dict[str, Any]]) -> Response:
 
 def on_error(request: Request, error: Exception) -> Response:
     """Errors before a stream: the same object as inside one."""
-    status = 400 if isinstance(error, ChatkvError) else 409
-    event = error_event(error)
-    return Response(encode(event), status, media_type="application/json")
+    status = 400
+    if isinstance(error, StoreError):
+        status = 409
+    elif isinstance(error, HTTPException):
+        status, error = error.status_code, UsageError(f"{request.url.path}: {error.detail}")
+    elif not isinstance(error, ChatkvError):
+        status, error = 500, RuntimeError(f"the engine failed: {error!r}; its log has more")
+    return Response(encode(error_event(error)), status, media_type="application/json")
 
 
-EXCEPTION_HANDLERS = {ChatkvError: on_error, StoreError: on_error}
+EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys(
+    (ChatkvError, StoreError, HTTPException, Exception), on_error
+)

@@ -6,10 +6,12 @@ is sent reuses as many of its tokens as agree; what was typed over is computed l
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from chatkv.engine.scheduler import Cancelled
+from chatkv.session.ready import Ready
 
 if TYPE_CHECKING:
     from chatkv.session.conversation import Conversation
@@ -32,19 +34,30 @@ def prefill_draft(
     Call it again whenever the draft settles; `cancelled` is asked between chunks and ends it early
     with what is done kept. Not beside `send`: one of them at a time.
     """
+    return make_ready(conversation, draft, cancelled, system).cached
+
+
+def make_ready(
+    conversation: Conversation,
+    draft: str = "",
+    cancelled: Callable[[], bool] = lambda: False,
+    system: str | None = None,
+) -> Ready:
+    """The same, telling where the KV came from and what that took."""
     with conversation.model.engine.memory.use(conversation.sequence):
         return _prefill(conversation, draft, cancelled, system)
 
 
 def _prefill(
     conversation: Conversation, draft: str, cancelled: Callable[[], bool], system: str | None
-) -> int:
+) -> Ready:
+    began = time.perf_counter()
     ids = [*conversation.log, *_settled(conversation, draft, system)]
     sequence, restorer = conversation.sequence, conversation.model.restorer
     if len(ids) < 2 or len(ids) > conversation.model.engine.max_tokens:
-        return 0
+        return Ready(0)
     if sequence.common_prefix(ids) == len(ids):
-        return len(ids)
+        return Ready(len(ids), reused=len(ids))
     planned = restorer.plan(sequence, ids, conversation.num_computed)
     restored = restorer.restore(sequence, planned)
     try:
@@ -54,7 +67,9 @@ def _prefill(
     finally:
         if restored.arriving is not None:
             restored.arriving.close()
-    return sequence.num_cached
+    cached, reused, loaded = sequence.num_cached, restored.reused, restored.num_loaded
+    ms = (time.perf_counter() - began) * 1e3
+    return Ready(cached, reused, loaded, max(0, cached - reused - loaded), ms)
 
 
 def _settled(conversation: Conversation, draft: str, system: str | None) -> list[int]:

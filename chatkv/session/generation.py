@@ -66,6 +66,9 @@ class Generation:
 
         restored = self.model.restorer.restore(self.sequence, planned, progress)
         self.record.restore_done(restored)
+        # What prefill need not compute, before it begins.
+        kept = restored.reused + restored.num_loaded
+        self.listener.on_progress("prefill", kept, len(planned.ids))
 
     def _prefill(self) -> Tensor:
         """Compute what has no KV yet, saving block by block; the logits after the last token."""

@@ -119,10 +119,7 @@ def _named(typed: str) -> str:
         return typed.lower()
     meant = [name for name in COMMANDS if typed and name.startswith(typed.lower())]
     if len(meant) != 1:
-        unknown = (
-            f"there is no command /{typed}"
-            if not meant
-            else f"/{typed} may be " + " or ".join(f"/{name}" for name in meant)
-        )
-        raise UsageError(f"{unknown}: /help lists them, and // sends a text that begins with a /")
+        names = " or ".join(f"/{name}" for name in meant)
+        unclear = f"/{typed} may be {names}" if meant else f"there is no command /{typed}"
+        raise UsageError(f"{unclear}: /help lists them, and // sends a text that begins with a /")
     return meant[0]

@@ -1,4 +1,4 @@
-"""What the line at the bottom says. State in, text out; a narrow terminal gets what matters most."""
+"""What the line at the bottom says: state in, text out. A narrow terminal gets what matters most."""
 
 from __future__ import annotations
 
