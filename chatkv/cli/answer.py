@@ -105,6 +105,14 @@ def chat_options(command: Command) -> Command:
             help="How history gets back into memory.",
         ),
         click.option(
+            "--overflow",
+            type=click.Choice(["refuse", "shift", "recompute"]),
+            default="refuse",
+            show_default=True,
+            help="When the context is full: refuse, or let oldest turns leave and keep the rest "
+            "roughly (shift) or compute it again.",
+        ),
+        click.option(
             "--exact", is_flag=True, help="Never recompute history, which may round differently."
         ),
     ]
@@ -132,6 +140,7 @@ def turn_options(arguments: dict[str, Any]) -> TurnOptions:
         seed=arguments["seed"],
         restore=arguments["restore"],
         exact=arguments["exact"],
+        overflow=arguments["overflow"],
     )
 
 

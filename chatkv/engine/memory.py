@@ -81,13 +81,13 @@ class Memory:
         """Copy the KV of what another sequence begins with like `ids` where that is at least a
         block more than `sequence` has; how many tokens were copied. The sequence is in use."""
         with self._lock:  # no run moves or is given away meanwhile
-            if not sequence.is_shareable:
+            if not sequence.is_shareable or sequence.exact_until is not None:
                 return 0
             mine = sequence.common_prefix(ids)
             found = [
                 (other.version, other.common_prefix(ids), other)
                 for other in self._named.values()
-                if other is not sequence and other.is_shareable
+                if other is not sequence and other.is_shareable and other.exact_until is None
             ]
             version, theirs, longest = max(found, key=lambda one: one[1], default=(0, 0, sequence))
             # The last token is computed in any case, since its logits are wanted.

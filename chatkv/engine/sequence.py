@@ -20,6 +20,7 @@ class TokenSequence:
     run: Run = field(default_factory=Run)
     num_cached: int = 0
     is_shareable: bool = True
+    exact_until: int | None = None
     name: str | None = None
     version: int = 0  # while it is the same, ids and num_cached have only grown
 
@@ -38,4 +39,6 @@ class TokenSequence:
         # Before and after: who copies from here meanwhile must notice.
         self.version += 1
         self.ids, self.num_cached = list(ids), num_cached
+        if self.exact_until is not None and num_cached <= self.exact_until:
+            self.exact_until = None
         self.version += 1

@@ -166,6 +166,17 @@ class Restorer:
             result = replace(result, arriving=self._load_from_the_end(sequence, planned))
         return replace(result, notices=self._alarm(sequence, planned))
 
+    def bring_back(self, sequence: TokenSequence, ids: Sequence[int]) -> None:
+        """Load what is stored of the KV of `ids`, and compute nothing."""
+        planned = self.plan(sequence, ids, history=0)
+        sequence.become(ids, planned.situation.in_pool)
+        if planned.match is not None and planned.situation.loadable and self._saver is not None:
+            self._saver.begin(sequence, planned.match.blocks)
+            self._saver.loaded(sequence, planned.match.blocks)
+            self.engine.pool.reserve(sequence.run, len(ids))
+            arrived = self._load(sequence, planned.match, sequence.num_cached, lambda *_: None)
+            sequence.num_cached = arrived.num_cached
+
     def sequence(self, session_id: str) -> TokenSequence:
         """The sequence of a session, with what an earlier opening left of its KV in memory. KV of
         two codecs never meets."""

@@ -91,7 +91,10 @@ class Saver:
 
     def save(self, sequence: TokenSequence, tail: bool = False) -> None:
         """Queue blocks that were completed since the last call; with `tail`, the tokens of the
-        unfinished last block too. Copies the KV, never waits for the disk."""
+        unfinished last block too. Copies the KV, never waits for the disk. KV that is not exact
+        is not saved."""
+        if sequence.exact_until is not None:
+            return
         chain = self._chains.setdefault(sequence, _Chain())
         full = sequence.num_cached // BLOCK_TOKENS
         chain.cut(sequence.num_cached)

@@ -12,17 +12,20 @@ from typing import TYPE_CHECKING, Any
 from chatkv.engine.sampling import Sampler
 from chatkv.engine.scheduler import Cancelled
 from chatkv.engine.stops import StopStrings
-from chatkv.errors import ContextFull, UsageError
+from chatkv.errors import UsageError
 from chatkv.model.template import Rendered
+from chatkv.session.fitting import fit, too_long
 from chatkv.session.generation import Generation, ModelParts
 from chatkv.session.journal import Journal
 from chatkv.session.record import TurnRecord
 from chatkv.session.reply import Checkpointer, Reply
 from chatkv.session.turn import Listener, TurnOptions, TurnResult
+from chatkv.session.window import context_of, last_window
 
 if TYPE_CHECKING:
     from chatkv.restore.restorer import Planned
     from chatkv_store.conversations import Conversations, Session, Turn
+    from chatkv_store.records import Window
 
 
 class Conversation:
@@ -57,13 +60,14 @@ class Conversation:
         self.close()
 
     @property
+    def window(self) -> Window | None:
+        """What of the turns the model still has before it, None: all of them."""
+        return last_window(self.turns)
+
+    @property
     def log(self) -> list[int]:
-        """Every token of the conversation so far."""
-        ids: list[int] = []
-        for turn in self.turns:
-            ids.extend(turn.prompt_ids)
-            ids.extend(turn.reply_ids)
-        return ids
+        """Every token of the conversation so far that the model has before it."""
+        return context_of(self.turns, self.window)
 
     def send(
         self,
@@ -80,17 +84,17 @@ class Conversation:
         with self.model.engine.memory.use(self.sequence):
             text, system = _encodable(text), None if system is None else _encodable(system)
             record = TurnRecord(self.model.load_model_ms)
-            history = self.log
             prompt_ids = self.prompt_ids(text, system)
-            self._check_room(history, prompt_ids)
+            fitted = fit(self, prompt_ids, options)
             planned = self.model.restorer.plan(
                 self.sequence,
-                [*history, *prompt_ids],
-                self.num_computed,
+                [*fitted.history, *prompt_ids],
+                fitted.num_computed,
                 options.restore,
                 options.exact,
             )
-            turn = self._begin(text, prompt_ids, system, options)
+            turn = self._begin(text, prompt_ids, system, options, fitted.window)
+            self.journal.notices += fitted.notices
             reply = self._reply(options, listener)
             return self._answer(turn, planned, reply, record, options, listener)
 
@@ -106,7 +110,8 @@ class Conversation:
         with self.model.engine.memory.use(self.sequence):
             record = TurnRecord(self.model.load_model_ms)
             last, log, computed = self.turns[-1], self.log, self.num_computed
-            self._check_room(log, [])
+            if len(log) >= self.model.engine.max_tokens:
+                raise too_long(len(log), 0, self.model.engine.max_tokens)
             planned = self.model.restorer.plan(
                 self.sequence, log, computed, options.restore, options.exact
             )
@@ -169,22 +174,13 @@ class Conversation:
         rendered = template.render(messages, add_generation_prompt=True)
         return tokenizer.encode_rendered(rendered.text, rendered.content_spans)
 
-    def _check_room(self, history: list[int], prompt_ids: list[int]) -> None:
-        limit = self.model.engine.max_tokens
-        if len(history) + len(prompt_ids) >= limit:
-            if not history:
-                raise ContextFull(
-                    f"this message has {len(prompt_ids)} tokens, but the context ends at {limit}: "
-                    "make it shorter"
-                )
-            raise ContextFull(
-                f"the conversation has {len(history)} tokens and this message adds "
-                f"{len(prompt_ids)}, but the context ends at {limit}: start a new session, or fork "
-                "an earlier turn"
-            )
-
     def _begin(
-        self, text: str, prompt_ids: list[int], system: str | None, options: TurnOptions
+        self,
+        text: str,
+        prompt_ids: list[int],
+        system: str | None,
+        options: TurnOptions,
+        window: Window | None,
     ) -> Turn:
         """Save what the user said before anything is computed."""
         seed = self.session.settings["seed"] if options.seed is None else options.seed
@@ -194,6 +190,7 @@ class Conversation:
             system_text=system,
             seed=seed,
             rng_draws_before=self.journal.draws_of(seed),
+            stats={"window": window.to_json()} if window else None,
         )
 
     def _checkpoint(self, turn: Turn, reply: Reply, sampler: Sampler) -> None:
@@ -211,7 +208,7 @@ class Conversation:
             rng_draws_after=sampler.draws,
             state="interrupted" if record.finish == "interrupted" else "done",
             finish_reason=record.finish,
-            stats=record.to_json(len(reply.ids), self.model.tokenizer.decode),
+            stats=record.to_json(len(reply.ids), self.model.tokenizer.decode) | _window_of(turn),
         )
         log = self.log
         self.sequence.become(log, self.sequence.common_prefix(log))
@@ -225,8 +222,10 @@ class Conversation:
         """Leading tokens of the log whose KV some turn has computed: all up to the last reply,
         less its last token, which was sampled and never fed. (What follows the last reply is the
         question of a turn that ended before it was answered.)"""
-        ends = [turn.tokens_before + turn.num_tokens for turn in self.turns if turn.reply_ids]
-        return ends[-1] - 1 if ends else 0
+        answered = [index for index, turn in enumerate(self.turns, 1) if turn.reply_ids]
+        if not answered:
+            return 0
+        return len(context_of(self.turns[: answered[-1]], self.window)) - 1
 
     # --- text and log -----------------------------------------------------------------------
 
@@ -249,6 +248,8 @@ class Conversation:
     def difference_from_template(self) -> str | None:
         """Where the log's text departs from the template's rendering of the whole conversation,
         as a line for the user; None where they agree."""
+        if self.window is not None:  # it would, and is meant to
+            return None
         decode = self.model.tokenizer.decode
         messages = self.messages()
         # A stop string may begin inside a token, whose end is then in the log and not in the text.
@@ -289,6 +290,10 @@ class Conversation:
             notices=notices,
             last_logits=record.last_logits,
         )
+
+
+def _window_of(turn: Turn) -> dict[str, Any]:
+    return {"window": turn.stats["window"]} if "window" in turn.stats else {}
 
 
 def _encodable(text: str) -> str:

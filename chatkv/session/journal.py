@@ -86,6 +86,7 @@ class Journal:
             system_text=last.system_text,
             seed=last.seed,
             rng_draws_before=last.rng_draws_before,
+            stats=last.stats,
         )
         self.checkpoint(turn, last.reply_text, last.reply_ids, last.rng_draws_after)
         return replace(turn, rng_draws_after=last.rng_draws_after)
@@ -109,8 +110,10 @@ class Journal:
         system_text: str | None,
         seed: int,
         rng_draws_before: int,
+        stats: dict[str, Any] | None = None,
     ) -> Turn:
         """Save what the user said, or hold it."""
+        stats = stats or {}
         if self.save():
             try:
                 self._keep_new()
@@ -121,10 +124,11 @@ class Journal:
                     system_text=system_text,
                     seed=seed,
                     rng_draws_before=rng_draws_before,
+                    stats=stats,
                 )
             except StoreError as error:
                 self._failed(error)
-        return self._held(user_text, prompt_ids, system_text, seed, rng_draws_before)
+        return self._held(user_text, prompt_ids, system_text, seed, rng_draws_before, stats)
 
     def checkpoint(self, turn: Turn, text: str, ids: Sequence[int], draws: int) -> None:
         """Save the answer so far; nothing for a turn of which nothing is saved. StoreError."""
@@ -216,6 +220,7 @@ class Journal:
         system_text: str | None,
         seed: int,
         rng_draws_before: int,
+        stats: dict[str, Any],
     ) -> Turn:
         """A turn behind the last one, in memory only."""
         from chatkv_store.records import Turn
@@ -238,7 +243,7 @@ class Journal:
             seed=seed,
             rng_draws_before=rng_draws_before,
             rng_draws_after=rng_draws_before,
-            stats={},
+            stats=stats,
             created_at=now_s,
         )
         self._unsaved = [*self._unsaved, turn]

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "interrupted"]
 
 
+# What to do when a conversation outgrows the model's context: refuse the message, or let whole
+# oldest turns leave, with the KV of the others moved up (fast, approximate) or computed again.
+Overflow = Literal["refuse", "shift", "recompute"]
+
+
 @dataclass(frozen=True)
 class TurnOptions:
     """How one turn is to be answered."""
@@ -26,6 +31,7 @@ class TurnOptions:
     restore: Wanted = "auto"
     exact: bool = False
     is_background: bool = False  # others go first
+    overflow: Overflow = "refuse"
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,24 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class Window:
+    """What a turn was computed on where the whole log did not fit the model's context: the first
+    num_kept tokens (the system prompt), and the turns from first_turn on (1 is the session's)."""
+
+    num_kept: int
+    first_turn: int
+
+    def to_json(self) -> dict[str, int]:
+        return {"num_kept": self.num_kept, "first_turn": self.first_turn}
+
+    @classmethod
+    def of(cls, stats: dict[str, Any]) -> Window | None:
+        """As a turn's `stats` have it; None: the turn was computed on everything before it."""
+        found = stats.get("window")
+        return cls(found["num_kept"], found["first_turn"]) if found else None
+
+
+@dataclass(frozen=True)
 class SearchHit:
     """A session that matched; `turn_index` is the newest matching turn, None for its title."""
 

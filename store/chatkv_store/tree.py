@@ -7,11 +7,21 @@ it: that session's head, or a turn that it owns further down.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from array import array
+from collections.abc import Sequence
 
 from chatkv_store.errors import StoreBusy, StoreError
-from chatkv_store.records import TURN_COLUMNS, UNFINISHED, Session, Turn, blob_to_ids, turn_from_row
+from chatkv_store.records import (
+    TURN_COLUMNS,
+    UNFINISHED,
+    Session,
+    Turn,
+    Window,
+    blob_to_ids,
+    turn_from_row,
+)
 
 # The turns from the root down to the head that is bound to the first `?`.
 _PATH = """
@@ -31,19 +41,41 @@ def chain(conn: sqlite3.Connection, head: str | None) -> list[Turn]:
 
 
 def token_log(conn: sqlite3.Connection, head: str | None) -> array[int]:
-    """Every token id from the root down to the end of `head`."""
-    rows = conn.execute(_PATH.format(columns="turns.prompt_ids, turns.reply_ids"), (head,))
-    return blob_to_ids(b"".join(blob for row in rows for blob in row))
+    """The token ids that the model has before it after `head`: every one from the root down, but
+    for the turns that had to leave its context."""
+    return _logs(conn, head)[0]
 
 
 def token_logs(conn: sqlite3.Connection, session: Session) -> list[array[int]]:
-    """The log up to the head, and up to every turn that the session owns and nothing follows."""
+    """The log up to the head, and up to every turn that the session owns and nothing follows; with
+    and without what has left the model's context."""
     rows = conn.execute(
         "SELECT id FROM turns mine WHERE session_id = ? AND id IS NOT ? "
         "AND NOT EXISTS (SELECT 1 FROM turns WHERE parent_id = mine.id)",
         (session.id, session.head),
     )
-    return [token_log(conn, end) for end in [session.head, *(row[0] for row in rows.fetchall())]]
+    ends = [session.head, *(row[0] for row in rows.fetchall())]
+    return [log for end in ends for log in _logs(conn, end)]
+
+
+def _logs(conn: sqlite3.Connection, head: str | None) -> list[array[int]]:
+    """What the model has in its context after `head`, and everything where that is more."""
+    columns = "turns.prompt_ids, turns.reply_ids, turns.stats"
+    rows = conn.execute(_PATH.format(columns=columns), (head,)).fetchall()
+    pieces = [blob_to_ids(prompt + reply) for prompt, reply, _ in rows]
+    logs = [_joined(pieces)]
+    window = Window.of(json.loads(rows[-1][2])) if rows else None
+    if window is not None:
+        kept = logs[0][: window.num_kept]
+        logs.insert(0, kept + _joined(pieces[window.first_turn - 1 :]))
+    return logs
+
+
+def _joined(pieces: Sequence[array[int]]) -> array[int]:
+    whole = array("I")
+    for piece in pieces:
+        whole.extend(piece)
+    return whole
 
 
 def turn_to_fork_at(conn: sqlite3.Connection, session: Session, at_turn: int | None) -> str | None:
