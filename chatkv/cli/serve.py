@@ -30,19 +30,24 @@ def status(output: Output) -> None:
     """Show what the engine has loaded and is doing."""
     from chatkv.client import engine
 
-    link = engine.running(folders())
-    found: dict[str, Any] = link.call("GET", "/status") if link is not None else {}
+    running = engine.find(folders())
+    found: dict[str, Any] = running.status if running is not None else {}
     if not output.is_human:
-        output.record({"running": link is not None, **found})
+        output.record({"running": running is not None, **found})
         return
-    if link is None:
+    if running is None:
         output.note("no engine is running: `chatkv chat` starts one")
+        return
+    if not running.is_ours:
+        output.note(
+            f"an engine of version {found.get('version')} is running: end it, `chatkv stop`"
+        )
         return
     output.fields(
         [
             ("process", str(found["pid"])),
             ("memory", size(found["memory_bytes"])),
-            ("answering", count(len(found["running"]))),
+            ("answering", count(len(found["answering"]))),
             ("open", count(len(found["open_sessions"]))),
         ]
     )
@@ -56,9 +61,10 @@ def status(output: Output) -> None:
 
 
 @click.command()
-def stop() -> None:
+@click.option("--force", is_flag=True, help="Also where something said cannot be saved.")
+def stop(force: bool) -> None:
     """End the engine, once what was said and computed is saved."""
     from chatkv.client import engine
 
-    if not engine.stop(folders()):
+    if not engine.stop(folders(), force):
         click.echo("chatkv: no engine is running", err=True)

@@ -6,7 +6,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from chatkv.client.local import OpenChat, open_chat
@@ -89,21 +90,33 @@ def connect(
     on_progress: Progress | None = None,
     where: Where = "running",
 ) -> Iterator[Chat]:
-    """The conversation that `request` names. CHATKV_ENGINE=off computes here in any case."""
-    if os.environ.get("CHATKV_ENGINE") == "off":
-        where = "off"
+    """The conversation that `request` names. CHATKV_ENGINE=off computes here in any case; so does
+    an engine that cannot be started, which is said."""
+    notices: list[str] = []
     link: Link | None = None
-    if where != "off":
+    if where != "off" and os.environ.get("CHATKV_ENGINE") != "off":
         from chatkv.client import engine
 
-        link = engine.start(folders) if where == "start" else engine.running(folders)
+        try:
+            link = engine.start(folders) if where == "start" else engine.running(folders)
+        except (engine.EngineGone, engine.EngineBusy, OSError) as error:
+            notices.append(f"this chat computes by itself: {error}")
     if link is not None:
         from chatkv.client.remote import RemoteChat
 
-        yield RemoteChat(folders, link, request, on_progress)
+        yield RemoteChat(folders, link, _whole(request), on_progress)
         return
     with open_chat(folders, request, on_progress) as opened:
-        yield LocalChat(opened)
+        chat = LocalChat(opened)
+        chat.notices += notices
+        yield chat
+
+
+def _whole(request: ChatRequest) -> ChatRequest:
+    """With a path that the engine finds too, from its own folder."""
+    if request.model is None or not Path(request.model).exists():
+        return request
+    return replace(request, model=str(Path(request.model).absolute()))
 
 
 class LocalChat:

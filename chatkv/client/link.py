@@ -51,9 +51,9 @@ class Link:
                 data = response.read()
             except (OSError, http.client.HTTPException) as error:
                 raise EngineGone(_gone(error)) from error
-        found: dict[str, Any] = json.loads(data)
         if response.status >= 400:
             _refuse(data)
+        found: dict[str, Any] = json.loads(data)
         return found
 
     def stream(self, url: str, body: Any) -> Iterator[Any]:
@@ -94,4 +94,4 @@ def _refuse(data: bytes) -> None:
 
 def _gone(error: Exception) -> str:
     why = str(error) or type(error).__name__
-    return f"the engine's process ended unexpectedly ({why}); what was said is saved: go on"
+    return f"the engine's process has ended ({why}); what was said is saved: go on"

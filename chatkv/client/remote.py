@@ -16,6 +16,7 @@ from chatkv.client.link import EngineGone, Link
 from chatkv.paths import Folders
 from chatkv.server.wire import (
     DraftRequest,
+    EngineError,
     Event,
     OptionsRequest,
     RewindRequest,
@@ -45,7 +46,7 @@ class RemoteChat:
         self._folders, self._link, self._request = folders, link, request
         self.num_unsaved = 0
         self._is_said = False  # something was: the session is in the file then
-        self._opened(self._open(on_progress))
+        self._opened(self._open(request, on_progress))
         self.is_resumed = request.resume is not None or request.resume_last
 
     def send(
@@ -90,8 +91,8 @@ class RemoteChat:
     def _url(self, action: str) -> str:
         return f"/sessions/{self.session}/{action}"
 
-    def _open(self, on_progress: Progress | None = None) -> dict[str, Any]:
-        for event in self._link.stream("/sessions", self._request):
+    def _open(self, request: ChatRequest, on_progress: Progress | None = None) -> dict[str, Any]:
+        for event in self._link.stream("/sessions", request):
             if event.event == "progress" and on_progress is not None:
                 on_progress(event.stage, event.done, event.total)
             elif event.event == "error":
@@ -117,8 +118,12 @@ class RemoteChat:
         except EngineGone:
             self._link = engine.start(self._folders)
         if self.turns or self._is_said:
-            self._request = ChatRequest(resume=self.session)
-        self._opened(self._open())
+            try:
+                return self._opened(self._open(ChatRequest(resume=self.session)))
+            except EngineError:
+                if self.turns:
+                    raise
+        self._opened(self._open(self._request))  # nothing was said that could be found
 
     def _turn(
         self, action: str, body: Any, listener: Listener

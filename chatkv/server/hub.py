@@ -6,16 +6,21 @@ for other programs, while its KV stays in memory as long as there is room.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from chatkv.engine.scheduler import Cancelled
 from chatkv.errors import UsageError
 from chatkv.model.catalog import find_model
+from chatkv.model.dtype import choose_dtype
 from chatkv.paths import Folders
+from chatkv.process import prepare_to_compute
+from chatkv.restore.disk import Disk
 from chatkv.runtime import Runtime
 from chatkv.session.request import ChatRequest, Found, WantedDtype, find
 from chatkv_store.conversations import Conversations
@@ -24,14 +29,19 @@ from chatkv_store.errors import StoreBusy
 if TYPE_CHECKING:
     from chatkv.session.conversation import Conversation
 
+log = logging.getLogger("chatkv.server")
+
 Progress = Callable[[str, int, int], None]
 
 # How long a conversation stays open after its last use: drafts come every few hundred ms.
 LINGER_S = 5.0
-# One in which nothing was said yet is known to nobody else.
-LINGER_UNSAID_S = 3600.0
+# How long a turn waits for the one that is just ending.
+PATIENCE_S = 1.0
+FLUSH_S = 10.0
 # A third model would hardly fit beside the KV of two.
 MAX_MODELS = 2
+# Sessions in which nothing was said yet; each chat that is started begins with one.
+MAX_UNSAID = 1000
 
 
 @dataclass(eq=False)
@@ -43,6 +53,7 @@ class Held:
     is_resumed: bool
     kv_codec: str
     lock: threading.Lock = field(default_factory=threading.Lock)
+    is_drafting: bool = False  # the lock's holder is a draft
     used_at: float = 0.0
     cancels: set[threading.Event] = field(default_factory=set)
 
@@ -50,52 +61,68 @@ class Held:
     def session_id(self) -> str:
         return self.conversation.session.id
 
+    @property
+    def is_answering(self) -> bool:
+        return self.lock.locked() and not self.is_drafting
+
 
 class Hub:
-    """Opens, lends and closes. Every method may be called from any thread."""
+    """Opens, lends and closes. Every method may be called from any thread.
+
+    `_lock` guards what is in the dictionaries, for moments; a Held's own lock is held as long as
+    a turn takes, and may be taken with `_lock` only where it is not waited for.
+    """
 
     def __init__(self, folders: Folders, clock: Callable[[], float] = time.monotonic) -> None:
+        prepare_to_compute()
         self.folders = folders
         self.conversations = Conversations(folders.conversations, must_open=False)
         self._clock = clock
         self._lock = threading.RLock()
         self._loading = threading.Lock()  # one model at a time
+        self._disk: Disk | None = None
         self._runtimes: dict[tuple[str | None, str], Runtime] = {}  # the last used one last
         self._held: dict[str, Held] = {}
+        self._unsaid: dict[str, Found] = {}  # closed, and in no file to be opened from
+        self._is_closed = False
+
+    # --- conversations ----------------------------------------------------------------------------
 
     def open(self, request: ChatRequest, on_progress: Progress | None = None) -> Held:
         """The conversation that `request` names, open; a new one has an id, and no turn."""
-        if request.resume is not None and (known := self._unsaid(request.resume)) is not None:
-            return known
-        found = find(self.conversations, request)
+        found = self._find(request)
         find_model(found.model, self.folders.cache)  # a wrong name is said before anything else
-        runtime = self.runtime(found.model, found.dtype, on_progress)
-        with self._lock:
-            held = self._held.get(found.session.id) if found.session is not None else None
-            if held is not None and (held.runtime, held.kv_codec) == (runtime, found.kv_codec):
+        while True:
+            runtime = self.runtime(found.model, found.dtype, on_progress)
+            with self._lock:
+                if runtime not in self._runtimes.values():
+                    continue  # it had to make room for another one already
+                held = self._held.get(found.session.id) if found.session is not None else None
+                if held is None:
+                    return self._open(runtime, found, request)
+                if (held.runtime, held.kv_codec) != (runtime, found.kv_codec):
+                    self._close_idle(held)
+                    return self._open(runtime, found, request)
                 held.used_at = self._clock()
                 return held
-            if held is not None:
-                self._close(held)
-            return self._open(runtime, found, request)
 
     @contextmanager
-    def use(self, session_id: str, cancel: threading.Event) -> Iterator[Held]:
+    def use(
+        self, session_id: str, cancel: threading.Event, is_draft: bool = False
+    ) -> Iterator[Held]:
         """The conversation for a turn, a draft or a change, alone; opened where it is not.
 
-        Raises StoreBusy where another turn of it is running.
+        Waits for a draft, which whoever comes has to cancel first. Raises StoreBusy where a turn
+        is running, and Cancelled.
         """
-        with self._lock:
-            held = self._held.get(session_id)
-        if held is None:
-            held = self.open(ChatRequest(resume=session_id))
-        if not held.lock.acquire(timeout=1.0):
-            raise StoreBusy(f"session {session_id} is answering already: stop it, or fork it")
+        held = self._take(session_id, cancel)
         try:
+            held.is_drafting = is_draft
             held.cancels.add(cancel)
             yield held
         finally:
             held.cancels.discard(cancel)
+            held.is_drafting = False
             held.used_at = self._clock()
             held.lock.release()
 
@@ -109,27 +136,29 @@ class Hub:
         return bool(running)
 
     def release(self, session_id: str) -> None:
-        """Close a conversation now, and drop its KV from memory: it is about to be deleted."""
-        self.cancel(session_id)
+        """Close a conversation and drop its KV from memory, with all that was computed of it on
+        the disk: it is about to be deleted. StoreBusy where it is answering."""
         with self._lock:
             held = self._held.get(session_id)
         if held is not None:
-            with held.lock, self._lock:
+            with self.use(session_id, threading.Event()) as held, self._lock:
                 self._close(held)
-        for runtime in list(self._runtimes.values()):
+        with self._lock:
+            self._unsaid.pop(session_id, None)
+            runtimes, disk = list(self._runtimes.values()), self._disk
+        for runtime in runtimes:
             runtime.forget(session_id)
+        if disk is not None and disk.writer is not None:
+            disk.writer.flush(FLUSH_S)
 
     def tidy(self) -> None:
-        """Close what nobody has used for a while."""
+        """Close what nobody has used for a while; what could not be written is tried again."""
         now = self._clock()
         with self._lock:
             for held in list(self._held.values()):
-                conversation = held.conversation
-                linger_s = LINGER_S if conversation.turns else LINGER_UNSAID_S
-                is_due = now - held.used_at > linger_s and not conversation.journal.num_unsaved
-                if is_due and held.lock.acquire(blocking=False):
+                if now - held.used_at > LINGER_S and held.lock.acquire(blocking=False):
                     try:
-                        self._close(held)
+                        self._tidy(held, now)
                     finally:
                         held.lock.release()
 
@@ -139,25 +168,37 @@ class Hub:
         with self._lock:
             return sum(held.lock.locked() for held in self._held.values())
 
+    def save(self) -> int:
+        """Try to write what could not be written yet; how many turns are in memory only."""
+        with self._lock:
+            for held in self._held.values():
+                if held.conversation.journal.num_unsaved and held.lock.acquire(blocking=False):
+                    try:
+                        held.conversation.journal.save()
+                    finally:
+                        held.lock.release()
+            return self.num_unsaved
+
     @property
     def num_unsaved(self) -> int:
         """Turns that are in memory only, because they could not be written."""
         with self._lock:
-            return sum(held.conversation.journal.num_unsaved for held in self._held.values())
+            idle = (held for held in self._held.values() if not held.is_answering)
+            return sum(held.conversation.journal.num_unsaved for held in idle)
 
     def status(self) -> dict[str, Any]:
         """What is loaded and open, for people and programs."""
         with self._lock:
-            distinct = {id(runtime): runtime for runtime in self._runtimes.values()}
             return {
-                "models": [runtime.status() for runtime in distinct.values()],
+                "models": [runtime.status() for runtime in self._runtimes.values()],
                 "open_sessions": list(self._held),
-                "running": [held.session_id for held in self._held.values() if held.lock.locked()],
+                "answering": [held.session_id for held in self._held.values() if held.is_answering],
             }
 
     def cancel_all(self) -> None:
-        """Stop everything that is running."""
+        """Stop everything that is running, and begin nothing more."""
         with self._lock:
+            self._is_closed = True
             sessions = list(self._held)
         for session_id in sessions:
             self.cancel(session_id)
@@ -170,66 +211,149 @@ class Hub:
                 self._close(held)
         for runtime in self._runtimes.values():
             runtime.close()
+        if self._disk is not None:
+            self._disk.close()
         self.conversations.close()
+
+    # --- models -----------------------------------------------------------------------------------
 
     def runtime(
         self, model: str | None, dtype: WantedDtype, on_progress: Progress | None = None
     ) -> Runtime:
         """The model, loaded where it is not yet; the one used longest ago makes room."""
+        key = (model, choose_dtype(self.folders.cache) if dtype == "auto" else dtype)
+        if (known := self._known(key)) is not None:
+            return known
         with self._loading:
-            key = (model, dtype)
-            runtime = self._runtimes.pop(key, None) or self._same(model, dtype)
-            if runtime is None:
-                self._make_room()
-                runtime = Runtime(self.folders, self.conversations, model, dtype, on_progress)
-            self._runtimes[key] = runtime
+            if (known := self._known(key)) is not None:
+                return known
+            self._make_room()
+            if self._disk is None or self._disk.store is None:  # refused: it may be possible now
+                self._disk = Disk(self.folders, self.conversations)
+            runtime = Runtime(
+                self.folders, self.conversations, model, key[1], on_progress, disk=self._disk
+            )
+            with self._lock:
+                if not self._is_closed:
+                    self._runtimes[key] = runtime
+                    return runtime
+            runtime.close()
+            raise _closed()
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _known(self, key: tuple[str | None, str]) -> Runtime | None:
+        with self._lock:
+            if self._is_closed:
+                raise _closed()
+            runtime = self._runtimes.pop(key, None)
+            if runtime is not None:
+                self._runtimes[key] = runtime
             return runtime
 
-    # --- inside ---------------------------------------------------------------------------------
-
-    def _same(self, model: str | None, dtype: str) -> Runtime | None:
-        """A loaded runtime that a session's own settings mean: "auto" was resolved to its dtype."""
-        for runtime in self._runtimes.values():
-            if runtime.model_spec == model and runtime.prepared.dtype == dtype:
-                return runtime
-        return None
-
     def _make_room(self) -> None:
-        distinct = list({id(runtime): runtime for runtime in self._runtimes.values()}.values())
-        if len(distinct) < MAX_MODELS:
-            return
-        for runtime in distinct:
-            with self._lock:
-                mine = [held for held in self._held.values() if held.runtime is runtime]
-                if any(held.lock.locked() for held in mine):
-                    continue
-                for held in mine:
-                    self._close(held)
-                self._runtimes = {k: r for k, r in self._runtimes.items() if r is not runtime}
-            runtime.close()
-            return
-        raise UsageError(
-            f"{MAX_MODELS} models are answering already: wait for one of them, or stop it"
+        with self._lock:
+            if len(self._runtimes) < MAX_MODELS:
+                return
+            idle = (key for key, runtime in self._runtimes.items() if self._is_idle(runtime))
+            key = next(idle, None)
+            if key is None:
+                raise UsageError(
+                    f"{MAX_MODELS} models are answering already: wait for one of them, or stop it"
+                )
+            runtime = self._runtimes.pop(key)
+            for held in self._of(runtime):
+                self._close(held)
+        runtime.close()
+
+    def _of(self, runtime: Runtime) -> list[Held]:
+        return [held for held in self._held.values() if held.runtime is runtime]
+
+    def _is_idle(self, runtime: Runtime) -> bool:
+        return not runtime.engine.memory.num_in_use and not any(
+            held.lock.locked() or held.conversation.journal.num_unsaved
+            for held in self._of(runtime)
         )
 
-    def _unsaid(self, reference: str) -> Held | None:
-        """A conversation that was opened here and in which nothing was said yet: in no file."""
+    def _find(self, request: ChatRequest) -> Found:
         with self._lock:
-            held = self._held.get(reference)
-            if held is None or held.conversation.turns:
-                return None
-            held.used_at = self._clock()
-            return held
+            held = self._held.get(request.resume or "")
+            if held is not None and not held.conversation.turns:
+                return _found(held)
+            if request.resume in self._unsaid:
+                return self._unsaid[request.resume]
+        return find(self.conversations, request)
+
+    def _take(self, session_id: str, cancel: threading.Event) -> Held:
+        deadline = self._clock() + PATIENCE_S
+        while True:
+            with self._lock:
+                held = self._held.get(session_id)
+            if held is None:
+                held = self.open(ChatRequest(resume=session_id))
+            if held.lock.acquire(timeout=0.02):
+                with self._lock:
+                    if self._is_closed:
+                        held.lock.release()
+                        raise _closed()
+                    if self._held.get(session_id) is held:
+                        return held
+                held.lock.release()  # it was closed in between
+            elif not held.is_drafting and self._clock() > deadline:
+                raise _answering(session_id)
+            if cancel.is_set():
+                raise Cancelled
 
     def _open(self, runtime: Runtime, found: Found, request: ChatRequest) -> Held:
         session = found.session or runtime.new_session(seed=request.seed, kv_codec=found.kv_codec)
         conversation = runtime.open(session, found.kv_codec)
-        held = Held(runtime, conversation, found.session is not None, found.kv_codec)
+        is_resumed = found.session is not None and session.id not in self._unsaid
+        held = Held(runtime, conversation, is_resumed, found.kv_codec)
         held.used_at = self._clock()
         self._held[session.id] = held
+        self._unsaid.pop(session.id, None)
         return held
+
+    def _tidy(self, held: Held, now: float) -> None:
+        journal = held.conversation.journal
+        if journal.num_unsaved and not journal.save():
+            held.used_at = now
+        else:
+            self._close(held)
+
+    def _close_idle(self, held: Held) -> None:
+        """Close it, to open it otherwise."""
+        if not held.lock.acquire(blocking=False):
+            raise _answering(held.session_id)
+        try:
+            self._close(held)
+        finally:
+            held.lock.release()
 
     def _close(self, held: Held) -> None:
         self._held.pop(held.session_id, None)
-        with suppress(Exception):  # a full disk: said by the turn that met it
+        if not held.conversation.turns:
+            self._unsaid[held.session_id] = _found(held)
+            while len(self._unsaid) > MAX_UNSAID:
+                del self._unsaid[next(iter(self._unsaid))]
+        try:
             held.conversation.close()
+        except Exception as error:  # the turn that met it has said so
+            log.warning("session %s: %s", held.session_id, error)
+        if held.conversation.journal.num_unsaved:
+            log.warning("session %s: what was said last could not be saved", held.session_id)
+
+
+def _found(held: Held) -> Found:
+    """What opens a conversation in which nothing was said yet once more."""
+    runtime = held.runtime
+    dtype = runtime.prepared.dtype
+    return Found(held.conversation.session, runtime.model_spec, dtype, held.kv_codec)
+
+
+def _answering(session_id: str) -> StoreBusy:
+    return StoreBusy(f"session {session_id} is answering already: stop it, or fork it")
+
+
+def _closed() -> UsageError:
+    return UsageError("the engine is ending: try again")

@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import uvicorn
@@ -29,6 +29,15 @@ log = logging.getLogger("chatkv.server")
 
 IDLE_S = 900.0
 _TICK_S = 0.5
+# Who looks for the engine takes its lock for an instant; that must not end one that is starting.
+_LOCK_PATIENCE_S = 0.5
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to us: answers are to stop at once, not after a grace."""
+
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return nullcontext()
 
 
 class Activity:
@@ -74,12 +83,11 @@ async def _serve(folders: Folders, listener: socket.socket, idle_s: float) -> No
 
     app = Starlette(routes=OwnApi(hub, stop).routes(), exception_handlers=EXCEPTION_HANDLERS)
     activity = Activity(app)
-    server = uvicorn.Server(
+    server = _Server(
         uvicorn.Config(activity, log_level="warning", lifespan="off", timeout_graceful_shutdown=5)
     )
     watch = asyncio.create_task(_watch(hub, activity, server, idle_s))
     loop = asyncio.get_running_loop()
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     try:
@@ -114,9 +122,7 @@ def _only_one(path: Path) -> Iterator[bool]:
     """Hold the lock file, with this process's id in it; False where another process does."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _lock(file):
             yield False
             return
         os.ftruncate(file, 0)
@@ -125,6 +131,18 @@ def _only_one(path: Path) -> Iterator[bool]:
         yield True
     finally:
         os.close(file)
+
+
+def _lock(file: int) -> bool:
+    deadline = time.monotonic() + _LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
+from chatkv.engine.scheduler import Cancelled
 from chatkv.errors import ChatkvError
 from chatkv.server.wire import ALIVE_S, Event, error_event
 from chatkv_store.errors import StoreError
@@ -33,6 +34,8 @@ async def events(work: Callable[[Emit, threading.Event], None]) -> AsyncIterator
     def run() -> None:
         try:
             work(emit, cancel)
+        except Cancelled:
+            pass  # before it began: nobody waits for it any more
         except (ChatkvError, StoreError, OSError) as error:
             emit(error_event(error))
         except Exception as error:

@@ -18,7 +18,7 @@ from chatkv.session.turn import TurnOptions
 ALIVE_S = 0.2
 
 
-class SendRequest(msgspec.Struct):
+class SendRequest(msgspec.Struct, forbid_unknown_fields=True):
     """One turn: what is said, and how it is to be answered."""
 
     text: str
@@ -26,26 +26,29 @@ class SendRequest(msgspec.Struct):
     options: TurnOptions = msgspec.field(default_factory=TurnOptions)
 
 
-class OptionsRequest(msgspec.Struct):
+class OptionsRequest(msgspec.Struct, forbid_unknown_fields=True):
     """Going on with an answer."""
 
     options: TurnOptions = msgspec.field(default_factory=TurnOptions)
 
 
-class DraftRequest(msgspec.Struct):
+class DraftRequest(msgspec.Struct, forbid_unknown_fields=True):
     """What is being typed, all of it each time; "" restores the history alone."""
 
     text: str = ""
     system: str | None = None
 
 
-class RewindRequest(msgspec.Struct):
+class RewindRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Keep the first num_turns turns."""
+
     num_turns: int
 
 
-class ForkRequest(msgspec.Struct):
-    at: int | None = None
-    title: str | None = None
+class StopRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """`force`: also where turns are lost that could not be written."""
+
+    force: bool = False
 
 
 class Event(msgspec.Struct, omit_defaults=True):
