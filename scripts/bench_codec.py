@@ -93,7 +93,7 @@ def speed_figures(layout: KVLayout, frequencies: Bits) -> list[Figure]:
             pairs = zip(values, contexts, strict=True)
             return [coder.encode(value, context) for (_, value), context in pairs]
 
-        staged = [_own(payload) for payload in encode()]
+        staged = [codecs.staged([payload]) for payload in encode()]
 
         def decode(coder: codecs.Codec = coder, staged: list[Any] = staged) -> None:
             for payloads in staged:
@@ -104,13 +104,6 @@ def speed_figures(layout: KVLayout, frequencies: Bits) -> list[Figure]:
             Figure(f"{name} decode, 1 thread", rate(decode), "GB/s", zstd_decode, zstd),
         ]
     return figures
-
-
-def _own(payload: bytes) -> codecs.Payloads:
-    """One payload laid out for decoding, in memory of its own."""
-    rows = np.zeros((1, -(-len(payload) // 64) * 64), np.uint8)
-    rows[0, : len(payload)] = np.frombuffer(payload, np.uint8)
-    return codecs.Payloads(rows, [len(payload)])
 
 
 def quality_figures(measured: list[CodecQuality]) -> list[Figure]:

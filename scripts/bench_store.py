@@ -230,12 +230,6 @@ def codec_figures(history: History) -> list[Figure]:
     ours = [lossless.encode(value) for value in values]
     plain = [compressor.compress(value.data) for value in values]
     threads = default_threads()
-    staged = []
-    for payload in ours:
-        rows = np.zeros((1, -(-len(payload) // 64) * 64), np.uint8)
-        rows[0, : len(payload)] = np.frombuffer(payload, np.uint8)
-        staged.append(codecs.Payloads(rows, [len(payload)]))
-
     # Each where a load would put it: where values go is half of the work.
     pool = np.zeros_like(history.bits)
     places = []
@@ -244,7 +238,7 @@ def codec_figures(history: History) -> list[Figure]:
             layers = history.layout.value_layers(group)
             tokens = slice(start, start + history.layout.block_tokens)
             places.append(pool[layers.start : layers.stop, :, :, tokens])
-    coded = list(zip(staged, places, strict=True))
+    coded = [(codecs.staged([one]), place) for one, place in zip(ours, places, strict=True)]
 
     def decode(threads: int) -> None:
         in_threads(threads, lambda one: lossless.decode(*one), coded)

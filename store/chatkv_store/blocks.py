@@ -45,10 +45,10 @@ from chatkv_store.tables import (
 )
 
 if TYPE_CHECKING:
-    from chatkv_store.codec import Bits, Payloads
     from chatkv_store.conversations import Conversations
     from chatkv_store.eviction import PrefillRates
     from chatkv_store.integrity import Finding
+    from chatkv_store.payloads import Bits, Bytes
 
 AT_ONCE = 256  # headers that one transaction reads
 COMMIT_BYTES = 32 << 20  # payload per write transaction: bounds its memory and its time
@@ -61,7 +61,8 @@ class BlockStore:
     without them nothing is. `prefill_rates` tell what blocks are worth (eviction.py). `max_bytes`
     alone caps the data file. `replace_damaged` starts an empty store where the file is broken
     beyond opening, and keeps the reason in `replaced`: KV is a cache. `clock` gives seconds, by
-    which a search for room that took long is not soon repeated (room.py).
+    which a search for room that took long is not soon repeated (room.py). `thorough` looks for
+    damage too that costs a read for every value (pages.py).
 
     Raises StoreBusy, StoreDamaged, StoreReadOnly, StoreVersionError, StoreFull or StoreError.
     """
@@ -78,6 +79,7 @@ class BlockStore:
         start_map_bytes: int = START_MAP_BYTES,
         prefill_rates: PrefillRates | None = None,
         clock: Callable[[], float] = time.monotonic,
+        thorough: bool = False,
     ) -> None:
         self.path = Path(path)
         self.read_only = read_only
@@ -92,6 +94,7 @@ class BlockStore:
                 read_only=read_only,
                 max_bytes=max_bytes,
                 start_map_bytes=start_map_bytes,
+                thorough=thorough,
             )
             try:
                 check_format(env)
@@ -228,17 +231,23 @@ class BlockStore:
         decoder = codec.by_id(first.codec)
         if decoder is None:
             return RunResult(0, 0, f"codec {first.codec} is unknown to this version")
-        payloads, miss = self._payloads(blocks, group)
-        while len(payloads):
-            try:
-                decoder.decode(payloads, out[:, :, :, : len(payloads) * tokens])
-                break
-            except codec.PayloadDamaged as error:
-                miss = f"value {group} is damaged: {error}"
-                payloads = payloads.first(error.index)
+        num_read = num_bytes = 0
+        try:
+            with self.env.read() as txn:
+                payloads, miss = self._verified(txn, blocks, group)
+                while payloads:
+                    try:
+                        decoder.decode(payloads, out[:, :, :, : len(payloads) * tokens])
+                        break
+                    except codec.PayloadDamaged as error:
+                        miss = f"value {group} is damaged: {error}"
+                        payloads = payloads[: error.index]
+                num_read, num_bytes = len(payloads), sum(payload.nbytes for payload in payloads)
+        except StoreError as error:
+            miss = f"value {group} is {error}"
         if miss is not None:
-            self._bad.add(blocks[len(payloads)].key)
-        return RunResult(len(payloads), sum(payloads.sizes), miss)
+            self._bad.add(blocks[num_read].key)
+        return RunResult(num_read, num_bytes, miss)
 
     def put(
         self,
@@ -272,10 +281,11 @@ class BlockStore:
         """The encoded values of a stored block, each verified. Raises BlockMiss."""
         found = []
         for group in range(len(block.header.values)):
-            one, miss = self._payloads([block], group)
-            if miss is not None:
-                raise BlockMiss(miss)
-            found.append(bytes(one[0].data))
+            with self.env.read() as txn:
+                payloads, miss = self._verified(txn, [block], group)
+                if miss is not None:
+                    raise BlockMiss(miss)
+                found.append(payloads[0].tobytes())
         return found
 
     def put_encoded(self, batch: Sequence[Encoded]) -> PutResult:
@@ -384,34 +394,31 @@ class BlockStore:
     def _limit(self) -> int | None:
         return None if self._room is None else self._room.limit()
 
-    def _payloads(self, blocks: Sequence[StoredBlock], group: int) -> tuple[Payloads, str | None]:
-        """Verified private copies of value `group` of the blocks before the first bad one.
+    def _verified(
+        self, txn: Any, blocks: Sequence[StoredBlock], group: int
+    ) -> tuple[list[Bytes], str | None]:
+        """Value `group` of the blocks before the first bad one, and what is wrong with that.
 
-        The copies let the transaction end at once, and what is digested is what is decoded. numpy
-        copies without the interpreter lock, also while a copy waits for the disk.
+        They lie in the map, and are good until the transaction ends. Until then nobody writes to
+        their pages, so what is digested is what will be decoded; a copy would only take time. Pages
+        that are not in memory yet are waited for here, without the interpreter's lock, which the
+        digest releases.
         """
         import numpy as np
 
-        from chatkv_store.codec import scratch_rows
-
-        entries = [block.header.values[group] for block in blocks]
-        payloads = scratch_rows([entry.num_bytes for entry in entries])
-        copied, miss = 0, None
-        try:
-            with self.env.read() as txn:
-                for block, entry in zip(blocks, entries, strict=True):
-                    stored = txn.get(value_key(block.key, group), db=self.db["values"])
-                    miss = wrong_length(stored, entry)
-                    if miss is not None:
-                        break
-                    np.copyto(payloads[copied], np.frombuffer(stored, np.uint8))
-                    copied += 1
-        except StoreError as error:
-            copied, miss = 0, str(error)
-        for index in range(copied):
-            if headers.digest(payloads[index].data) != entries[index].digest:
-                return payloads.first(index), f"value {group} is damaged: its digest differs"
-        return payloads.first(copied), miss and f"value {group} is {miss}"
+        payloads: list[Bytes] = []
+        for block in blocks:
+            entry = block.header.values[group]
+            stored = txn.get(value_key(block.key, group), db=self.db["values"])
+            miss = wrong_length(stored, entry)
+            if miss is not None:
+                return payloads, f"value {group} is {miss}"
+            if not self.env.snapshots_hold:
+                stored = bytes(stored)
+            if headers.digest(stored) != entry.digest:
+                return payloads, f"value {group} is damaged: its digest differs"
+            payloads.append(np.frombuffer(stored, np.uint8))
+        return payloads, None
 
     def _without_stored(self, blocks: Sequence[NewBlock]) -> list[NewBlock]:
         with self.env.read() as txn:

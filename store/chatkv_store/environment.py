@@ -88,6 +88,8 @@ class Environment:
             self._users.leave()
             raise
         self.map_bytes: int = self._env.info()["map_size"]
+        # Without a lock file, a writer would not know of our readers and could use their pages.
+        self.snapshots_hold: bool = self._env.flags()["lock"]
         try:
             with _translated(path):
                 self.num_stale_readers: int = self._env.reader_check()

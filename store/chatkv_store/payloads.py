@@ -17,6 +17,7 @@ FORMAT_VERSION: Final = 1
 Bits = npt.NDArray[Any]  # uint16 or uint32, [layers, 2, heads, tokens, head_dim]
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
+Payloads = Sequence[Bytes]  # of neighbouring blocks, wherever they lie; nobody writes to them
 
 HEAD = struct.Struct("<BBBB")  # format version, codec id, bytes per element, and see the codec
 DTYPES: Final[tuple[DType, ...]] = ("bfloat16", "float16", "float32")  # by their number in payloads
@@ -28,26 +29,6 @@ class PayloadDamaged(ValueError):
     def __init__(self, index: int, reason: str) -> None:
         super().__init__(reason)
         self.index = index
-
-
-@dataclass(frozen=True, slots=True)
-class Payloads:
-    """The payloads of some neighbouring blocks: row `i` of `rows` starts with `sizes[i]` bytes.
-
-    Rows make one array of them, so that a run of blocks costs as many numpy calls as one block.
-    """
-
-    rows: Bytes  # [blocks, bytes of a row]; the length of a row is a multiple of 4
-    sizes: Sequence[int]
-
-    def __getitem__(self, index: int) -> Bytes:
-        return self.rows[index, : self.sizes[index]]
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    def first(self, count: int) -> Payloads:
-        return Payloads(self.rows[:count], self.sizes[:count])
 
 
 @dataclass(frozen=True, slots=True)

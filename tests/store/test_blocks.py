@@ -19,11 +19,13 @@ from chatkv_store import (
     StoreError,
     StoreReadOnly,
     blocks,
+    codec,
 )
 from kv_samples import (
     GROUPED,
     SMALL,
     SPACE,
+    Bits,
     chain,
     data_file,
     kv_bits,
@@ -51,6 +53,33 @@ def test_what_is_stored_comes_back(store: BlockStore, num_tokens: int) -> None:
     assert (match.num_tokens, match.miss) == (num_tokens, None)
     assert [b.start for b in match.blocks] == list(range(0, num_tokens, B))
     np.testing.assert_array_equal(restore(store, SMALL, ids), bits)
+
+
+def test_where_a_writer_may_use_its_pages_a_value_is_copied_before_it_is_verified(
+    store: BlockStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a lock file nobody knows of our readers: between the digest and the decoding, their
+    pages may come to hold something else."""
+    bits = kv_bits(GROUPED, 64)
+    save(store, GROUPED, list(range(64)), bits)
+    (block,) = store.match(SPACE, range(64), GROUPED).blocks
+    assert store.env.snapshots_hold, "there is a lock file here"
+    store.env.snapshots_hold = False
+    coder = codec.by_id(block.header.codec)
+    decode = type(coder).decode
+
+    def overwritten_first(self: codec.Codec, payloads: codec.Payloads, out: Bits) -> None:
+        with data_file(tmp_path / "kv").open("r+b") as file:
+            pages = file.read()
+            at = pages.index(payloads[0].tobytes())
+            file.seek(at)
+            file.write(bytes(payloads[0].size))
+        decode(self, payloads, out)
+
+    monkeypatch.setattr(type(coder), "decode", overwritten_first)
+    out = np.zeros_like(bits[:2])
+    store.read(block, 0, out)
+    np.testing.assert_array_equal(out, bits[:2])
 
 
 def test_a_key_that_other_tokens_have_too_is_a_miss(

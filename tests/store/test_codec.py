@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,6 @@ from kv_samples import Bits, kv_bits
 
 CODECS = ["raw", "lossless"]
 DTYPES = ["bfloat16", "float16", "float32"]
-
-
-def staged(payloads: Sequence[bytes]) -> codec.Payloads:
-    rows = codec.scratch_rows([len(payload) for payload in payloads])
-    for index, payload in enumerate(payloads):
-        rows[index][:] = np.frombuffer(payload, np.uint8)
-    return rows
 
 
 def place(kind: str, bits: Bits) -> tuple[Bits, Bits]:
@@ -61,7 +53,7 @@ def test_every_bit_comes_back(
     coder = codec.by_name(name)
     parts = np.split(bits, num_blocks, axis=3)
     memory, out = place(kind, bits)
-    coder.decode(staged([coder.encode(part) for part in parts]), out)
+    coder.decode(codec.staged([coder.encode(part) for part in parts]), out)
     np.testing.assert_array_equal(out, bits)
     out[...] = 0
     assert not memory.any(), "wrote outside its place"
@@ -77,7 +69,7 @@ def test_any_bits_come_back(name: str, dtype: str) -> None:
     bits = words.reshape(4, 2, 8, 16, 64)
     coder = codec.by_name(name)
     out = np.empty_like(bits)
-    coder.decode(staged([coder.encode(bits)]), out)
+    coder.decode(codec.staged([coder.encode(bits)]), out)
     np.testing.assert_array_equal(out, bits)
 
 
@@ -112,7 +104,7 @@ def test_a_damaged_payload_is_named_and_writes_nothing(name: str) -> None:
     for what, payload in bad.items():
         out = np.zeros((2, 2, 2, 48, 8), "<u2")
         with pytest.raises(codec.PayloadDamaged) as caught:
-            coder.decode(staged([good, payload, good]), out)
+            coder.decode(codec.staged([good, payload, good]), out)
         assert caught.value.index == 1, what
         assert not out.any(), what
 
@@ -129,7 +121,7 @@ def test_random_damage_never_crashes(data: st.DataObject) -> None:
         payload[at] ^= data.draw(st.integers(1, 255))
     out = np.zeros_like(bits)
     try:
-        coder.decode(staged([bytes(payload)]), out)
+        coder.decode(codec.staged([bytes(payload)]), out)
     except codec.PayloadDamaged:
         assert not out.any()
 
@@ -141,7 +133,7 @@ def test_payloads_of_this_format_are_forever() -> None:
         "20208000000026042b09300e351339183e1c4321488000004d735178567d5b826086658b6a906e95010000"
     )
     out = np.zeros((1, 2, 1, 4, 4), "<u2")
-    codec.by_name("lossless").decode(staged([payload]), out)
+    codec.by_name("lossless").decode(codec.staged([payload]), out)
     np.testing.assert_array_equal(out.ravel(), np.arange(32, dtype="<u2") * 1234)
 
 
