@@ -96,10 +96,11 @@ def connect(
     link: Link | None = None
     if where != "off" and os.environ.get("CHATKV_ENGINE") != "off":
         from chatkv.client import engine
+        from chatkv.client.link import EngineGone
 
         try:
             link = engine.start(folders) if where == "start" else engine.running(folders)
-        except (engine.EngineGone, engine.EngineBusy, OSError) as error:
+        except (EngineGone, engine.EngineBusy, OSError) as error:
             notices.append(f"this chat computes by itself: {error}")
     if link is not None:
         from chatkv.client.remote import RemoteChat

@@ -15,14 +15,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from chatkv.engine.scheduler import Cancelled
-from chatkv.errors import UsageError
 from chatkv.model.catalog import find_model
-from chatkv.model.dtype import choose_dtype
 from chatkv.paths import Folders
-from chatkv.process import prepare_to_compute
-from chatkv.restore.disk import Disk
 from chatkv.runtime import Runtime
-from chatkv.session.request import ChatRequest, Found, WantedDtype, find
+from chatkv.server.models import Models, Progress, closed
+from chatkv.session.request import ChatRequest, Found, KVCodec, WantedDtype, find
 from chatkv_store.conversations import Conversations
 from chatkv_store.errors import StoreBusy
 
@@ -31,15 +28,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("chatkv.server")
 
-Progress = Callable[[str, int, int], None]
-
 # How long a conversation stays open after its last use: drafts come every few hundred ms.
 LINGER_S = 5.0
 # How long a turn waits for the one that is just ending.
 PATIENCE_S = 1.0
 FLUSH_S = 10.0
-# A third model would hardly fit beside the KV of two.
-MAX_MODELS = 2
 # Sessions in which nothing was said yet; each chat that is started begins with one.
 MAX_UNSAID = 1000
 
@@ -51,7 +44,7 @@ class Held:
     runtime: Runtime
     conversation: Conversation
     is_resumed: bool
-    kv_codec: str
+    kv_codec: KVCodec
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_drafting: bool = False  # the lock's holder is a draft
     used_at: float = 0.0
@@ -74,14 +67,11 @@ class Hub:
     """
 
     def __init__(self, folders: Folders, clock: Callable[[], float] = time.monotonic) -> None:
-        prepare_to_compute()
         self.folders = folders
         self.conversations = Conversations(folders.conversations, must_open=False)
         self._clock = clock
         self._lock = threading.RLock()
-        self._loading = threading.Lock()  # one model at a time
-        self._disk: Disk | None = None
-        self._runtimes: dict[tuple[str | None, str], Runtime] = {}  # the last used one last
+        self._models = Models(folders, self.conversations, self._lock, self._let_go)
         self._held: dict[str, Held] = {}
         self._unsaid: dict[str, Found] = {}  # closed, and in no file to be opened from
         self._is_closed = False
@@ -95,7 +85,9 @@ class Hub:
         while True:
             runtime = self.runtime(found.model, found.dtype, on_progress)
             with self._lock:
-                if runtime not in self._runtimes.values():
+                if self._is_closed:
+                    raise closed()
+                if runtime not in self._models.loaded:
                     continue  # it had to make room for another one already
                 held = self._held.get(found.session.id) if found.session is not None else None
                 if held is None:
@@ -145,11 +137,9 @@ class Hub:
                 self._close(held)
         with self._lock:
             self._unsaid.pop(session_id, None)
-            runtimes, disk = list(self._runtimes.values()), self._disk
-        for runtime in runtimes:
+        for runtime in self._models.loaded:
             runtime.forget(session_id)
-        if disk is not None and disk.writer is not None:
-            disk.writer.flush(FLUSH_S)
+        self._models.flush(FLUSH_S)
 
     def tidy(self) -> None:
         """Close what nobody has used for a while; what could not be written is tried again."""
@@ -190,7 +180,7 @@ class Hub:
         """What is loaded and open, for people and programs."""
         with self._lock:
             return {
-                "models": [runtime.status() for runtime in self._runtimes.values()],
+                "models": [runtime.status() for runtime in self._models.loaded],
                 "open_sessions": list(self._held),
                 "answering": [held.session_id for held in self._held.values() if held.is_answering],
             }
@@ -209,71 +199,24 @@ class Hub:
         for held in list(self._held.values()):
             with held.lock, self._lock:
                 self._close(held)
-        for runtime in self._runtimes.values():
-            runtime.close()
-        if self._disk is not None:
-            self._disk.close()
+        self._models.close()
         self.conversations.close()
-
-    # --- models -----------------------------------------------------------------------------------
 
     def runtime(
         self, model: str | None, dtype: WantedDtype, on_progress: Progress | None = None
     ) -> Runtime:
-        """The model, loaded where it is not yet; the one used longest ago makes room."""
-        key = (model, choose_dtype(self.folders.cache) if dtype == "auto" else dtype)
-        if (known := self._known(key)) is not None:
-            return known
-        with self._loading:
-            if (known := self._known(key)) is not None:
-                return known
-            self._make_room()
-            if self._disk is None or self._disk.store is None:  # refused: it may be possible now
-                self._disk = Disk(self.folders, self.conversations)
-            runtime = Runtime(
-                self.folders, self.conversations, model, key[1], on_progress, disk=self._disk
-            )
-            with self._lock:
-                if not self._is_closed:
-                    self._runtimes[key] = runtime
-                    return runtime
-            runtime.close()
-            raise _closed()
+        """The model, loaded where it is not yet; an idle one may have to make room."""
+        return self._models.get(model, dtype, on_progress)
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _known(self, key: tuple[str | None, str]) -> Runtime | None:
-        with self._lock:
-            if self._is_closed:
-                raise _closed()
-            runtime = self._runtimes.pop(key, None)
-            if runtime is not None:
-                self._runtimes[key] = runtime
-            return runtime
-
-    def _make_room(self) -> None:
-        with self._lock:
-            if len(self._runtimes) < MAX_MODELS:
-                return
-            idle = (key for key, runtime in self._runtimes.items() if self._is_idle(runtime))
-            key = next(idle, None)
-            if key is None:
-                raise UsageError(
-                    f"{MAX_MODELS} models are answering already: wait for one of them, or stop it"
-                )
-            runtime = self._runtimes.pop(key)
-            for held in self._of(runtime):
-                self._close(held)
-        runtime.close()
-
-    def _of(self, runtime: Runtime) -> list[Held]:
-        return [held for held in self._held.values() if held.runtime is runtime]
-
-    def _is_idle(self, runtime: Runtime) -> bool:
-        return not runtime.engine.memory.num_in_use and not any(
-            held.lock.locked() or held.conversation.journal.num_unsaved
-            for held in self._of(runtime)
-        )
+    def _let_go(self, runtime: Runtime) -> bool:
+        mine = [held for held in self._held.values() if held.runtime is runtime]
+        if any(held.lock.locked() or held.conversation.journal.num_unsaved for held in mine):
+            return False
+        for held in mine:
+            self._close(held)
+        return True
 
     def _find(self, request: ChatRequest) -> Found:
         with self._lock:
@@ -295,7 +238,7 @@ class Hub:
                 with self._lock:
                     if self._is_closed:
                         held.lock.release()
-                        raise _closed()
+                        raise closed()
                     if self._held.get(session_id) is held:
                         return held
                 held.lock.release()  # it was closed in between
@@ -353,7 +296,3 @@ def _found(held: Held) -> Found:
 
 def _answering(session_id: str) -> StoreBusy:
     return StoreBusy(f"session {session_id} is answering already: stop it, or fork it")
-
-
-def _closed() -> UsageError:
-    return UsageError("the engine is ending: try again")

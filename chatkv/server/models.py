@@ -1,0 +1,115 @@
+"""The models that an engine process has loaded: each once, few at a time, all on one disk tier."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from chatkv.errors import UsageError
+from chatkv.model.dtype import choose_dtype
+from chatkv.paths import Folders
+from chatkv.process import prepare_to_compute
+from chatkv.restore.disk import Disk
+from chatkv.runtime import Runtime
+from chatkv.session.request import WantedDtype
+from chatkv_store.conversations import Conversations
+
+Progress = Callable[[str, int, int], None]
+
+# A third model would hardly fit beside the KV of two.
+MAX_MODELS = 2
+
+
+class Models:
+    """Loads and unloads. Every method may be called from any thread.
+
+    `lock` guards which ones there are. let_go(runtime) closes what is open in one that has to make
+    room, and is False where somebody uses it; it is called with the lock held.
+    """
+
+    def __init__(
+        self,
+        folders: Folders,
+        conversations: Conversations,
+        lock: threading.RLock,
+        let_go: Callable[[Runtime], bool],
+    ) -> None:
+        prepare_to_compute()
+        self._folders, self._conversations = folders, conversations
+        self._lock, self._let_go = lock, let_go
+        self._loading = threading.Lock()  # one at a time: both would need the whole machine
+        self._disk: Disk | None = None
+        self._loaded: dict[tuple[str | None, str], Runtime] = {}  # the last used one last
+        self._is_closed = False
+
+    def get(
+        self, model: str | None, dtype: WantedDtype, on_progress: Progress | None = None
+    ) -> Runtime:
+        """The model, loaded where it is not yet; the one used longest ago makes room."""
+        # A session remembers the dtype that "auto" once meant: both are the same model.
+        key = (model, choose_dtype(self._folders.cache) if dtype == "auto" else dtype)
+        if (known := self._known(key)) is not None:
+            return known
+        with self._loading:
+            if (known := self._known(key)) is not None:
+                return known
+            self._make_room()
+            if self._disk is None or self._disk.store is None:  # refused: it may be possible now
+                self._disk = Disk(self._folders, self._conversations)
+            runtime = Runtime(
+                self._folders, self._conversations, model, key[1], on_progress, disk=self._disk
+            )
+            with self._lock:
+                if not self._is_closed:
+                    self._loaded[key] = runtime
+                    return runtime
+            runtime.close()
+            raise closed()
+
+    @property
+    def loaded(self) -> list[Runtime]:
+        with self._lock:
+            return list(self._loaded.values())
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until what was computed is on the disk."""
+        if self._disk is not None and self._disk.writer is not None:
+            self._disk.writer.flush(timeout_s)
+
+    def close(self) -> None:
+        """Write what is queued; nothing is loaded from now on."""
+        with self._lock:
+            self._is_closed = True
+        for runtime in self.loaded:
+            runtime.close()
+        if self._disk is not None:
+            self._disk.close()
+
+    def _known(self, key: tuple[str | None, str]) -> Runtime | None:
+        with self._lock:
+            if self._is_closed:
+                raise closed()
+            runtime = self._loaded.pop(key, None)
+            if runtime is not None:
+                self._loaded[key] = runtime
+            return runtime
+
+    def _make_room(self) -> None:
+        with self._lock:
+            if len(self._loaded) < MAX_MODELS:
+                return
+            key = next((key for key, one in self._loaded.items() if self._is_free(one)), None)
+            if key is None:
+                raise UsageError(
+                    f"{MAX_MODELS} models are answering already: wait for one of them, or stop it"
+                )
+            runtime = self._loaded.pop(key)
+        runtime.close()
+
+    def _is_free(self, runtime: Runtime) -> bool:
+        return not runtime.engine.memory.num_in_use and self._let_go(runtime)
+
+
+def closed() -> UsageError:
+    """What is said to whoever comes while the process ends."""
+    return UsageError("the engine is ending: try again")
