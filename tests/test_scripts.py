@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -207,3 +208,13 @@ def test_no_suitable_python_is_one_clear_line(checkout: Checkout) -> None:
     assert "no Python 3.11 or newer" in done.stderr
     named = checkout.run("chat", "hi", PYTHON=str(stand_ins / "python3"))
     assert named.returncode == 1 and "PYTHON=" in named.stderr
+
+
+def test_chat_knows_every_command_of_the_program() -> None:
+    """Another first word is a question."""
+    from chatkv.cli.main import COMMANDS
+
+    listed = re.search(
+        r"^    (ask [\w| ]+)\)", (REPOSITORY / "scripts/chat").read_text(), re.MULTILINE
+    )
+    assert listed is not None and set(listed[1].split(" | ")) == set(COMMANDS)

@@ -100,17 +100,26 @@ def _asked() -> bytes:
 
 
 def _leave_with_keyring(passphrase: bytes) -> None:
+    """UsageError where it is not found there afterwards: some keyrings keep nothing."""
     import keyring  # type: ignore[import-not-found, unused-ignore]
 
-    from chatkv_store.encryption import KEY_FILE_VARIABLE, KEYRING_SERVICE, KEYRING_USER
+    from chatkv_store.encryption import (
+        KEY_FILE_VARIABLE,
+        KEYRING_SERVICE,
+        KEYRING_USER,
+        find_passphrase,
+    )
 
+    why = ""
     try:
         keyring.set_password(KEYRING_SERVICE, KEYRING_USER, passphrase.decode())
     except Exception as error:  # a keyring that is locked or absent has errors of its own kinds
+        why = f" ({str(error).split('. ')[0]})"
+    if find_passphrase() != passphrase:
         raise UsageError(
-            f"the system's keyring does not take the passphrase ({error}): write it into a file of "
-            f"your own and let {KEY_FILE_VARIABLE} name it"
-        ) from None
+            f"the system's keyring does not keep the passphrase{why}: write it into a file of your "
+            f"own and let {KEY_FILE_VARIABLE} name it"
+        )
 
 
 def _agree(yes: bool) -> None:

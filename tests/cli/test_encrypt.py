@@ -108,18 +108,23 @@ def test_a_passphrase_is_left_with_the_keyring_and_found_there(
     assert process("cache", "ls", **variables).err.count("\n") == 1
 
 
-def test_a_keyring_that_takes_nothing_is_said_before_anything_is_emptied(
-    terminal: Callable[..., Ran], keyring: tuple[Path, dict[str, str]], home: Path
+@pytest.mark.parametrize("keeps", ["locked", "nothing"])
+def test_a_keyring_that_keeps_nothing_is_said_before_anything_is_emptied(
+    terminal: Callable[..., Ran], keyring: tuple[Path, dict[str, str]], home: Path, keeps: str
 ) -> None:
     kept, variables = keyring
-    kept.mkdir()
+    if keeps == "locked":
+        kept.mkdir()
+    else:
+        variables["KEYRING_FILE"] = os.devnull
     answers = (
         ("Passphrase: ", "geheim"),
         ("Repeat for confirmation: ", "geheim"),
         ("Go on? [y/N]: ", "y"),
     )
     refused = terminal("encrypt", "on", answers=answers, **variables)
-    assert refused.code == 2 and "the keyring is locked" in refused.out, refused.out
+    assert refused.code == 2 and "does not keep the passphrase" in refused.out, refused.out
+    assert ("the keyring is locked" in refused.out) == (keeps == "locked")
     assert KEY_FILE_VARIABLE in refused.out and "Traceback" not in refused.out
     assert not (home / "cache" / "kv").exists()
 

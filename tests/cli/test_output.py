@@ -41,6 +41,32 @@ def test_tables_fit_their_width_in_cells(width: int) -> None:
     assert "[bold]" in shown[3]
 
 
+def test_extra_columns_are_left_out_from_the_last_on_where_a_terminal_is_narrow() -> None:
+    columns = [
+        Column("ID", lambda row: row["id"]),
+        Column("NUMBER", lambda row: str(row["n"]), is_number=True, is_extra=True),
+        Column("TITLE", lambda row: row["title"], is_flexible=True),
+        Column("LAST", lambda row: "end", is_extra=True),
+    ]
+    headers = {
+        width: lines(ROWS, columns, width, colour=False)[0].split() for width in (40, 28, 18, 5)
+    }
+    assert headers == {
+        40: ["ID", "NUMBER", "TITLE", "LAST"],
+        28: ["ID", "NUMBER", "TITLE"],
+        18: ["ID", "TITLE"],
+        5: ["ID", "TITLE"],
+    }
+    assert max(map(cell_len, lines(ROWS, columns, 28, colour=False))) <= 28
+
+
+def test_the_last_column_is_cut_too() -> None:
+    columns = [Column("ID", lambda row: row["id"]), COLUMNS[1]]
+    shown = lines(ROWS, columns, 20, colour=False)
+    assert max(map(cell_len, shown)) <= 20 and shown[2].endswith("…")
+    assert all(line == line.rstrip() for line in shown)
+
+
 def test_a_pipe_gets_every_character() -> None:
     shown = lines(ROWS, COLUMNS, None, colour=False)
     assert ROWS[1]["title"].strip() in shown[2]  # type: ignore[attr-defined]
