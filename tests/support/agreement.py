@@ -13,6 +13,12 @@ from torch import Tensor
 ROUNDING = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
+def dtype_on(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """`dtype`, or float16 for bfloat16 on a CPU: Triton's interpreter neither rounds to bfloat16
+    as a GPU does nor multiplies matrices of it."""
+    return torch.float16 if (dtype, device.type) == (torch.bfloat16, "cpu") else dtype
+
+
 def in_float64(reference: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`reference` on copies of the arguments whose floating-point tensors are float64."""
 

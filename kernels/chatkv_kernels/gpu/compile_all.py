@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -78,14 +80,16 @@ def compile_all(
     words: Sequence[str] = (), targets: Sequence[Target] = TARGETS
 ) -> Iterator[Compiled]:
     """Compile the specs whose names contain one of `words`, or all."""
+    jobs = []
     for spec in all_specs():
         if words and not any(word in spec.name for word in words):
             continue
         for target in targets:
             with assume(target), _recorded() as launches:
                 spec.call()
-            for launch in launches:
-                yield _compile(spec, launch, target)
+            jobs += [(spec, launch, target) for launch in launches]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler holds no interpreter lock
+        yield from pool.map(_compile, *zip(*jobs, strict=True))
 
 
 def all_specs() -> list[Spec]:
