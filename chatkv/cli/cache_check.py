@@ -41,7 +41,7 @@ def verify(output: Output, sessions: tuple[str, ...], repair: bool) -> None:
     found = _named(sessions)
     from chatkv_store import integrity
 
-    blocks = open_blocks(read_only=not repair, replace_damaged=repair)
+    blocks = open_blocks(read_only=not repair, replace_damaged=repair, thorough=True)
     if blocks is None:
         _report(output, [], _no_references(), repair, replaced=None)
         return

@@ -39,13 +39,17 @@ def open_conversations() -> Conversations:
     return Conversations(folders().conversations)
 
 
-def open_blocks(*, read_only: bool = True, replace_damaged: bool = False) -> BlockStore | None:
+def open_blocks(
+    *, read_only: bool = True, replace_damaged: bool = False, thorough: bool = False
+) -> BlockStore | None:
     """The KV cache, None where nothing has been stored yet."""
     from chatkv_store.blocks import BlockStore
 
     if not is_stored():
         return None
-    return BlockStore(folders().kv, read_only=read_only, replace_damaged=replace_damaged)
+    return BlockStore(
+        folders().kv, read_only=read_only, replace_damaged=replace_damaged, thorough=thorough
+    )
 
 
 def open_to_remove() -> BlockStore | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from chatkv_store.blocks import BlockStore, NewBlock
 from chatkv_store.conversations import Conversations, Session
 from chatkv_store.keys import block_key
 from chatkv_store.layout import KVLayout
+from kv_samples import GROUPED, chain, kv_bits
+from kv_samples import SPACE as SAMPLE_SPACE
 from program import Ran
 
 Program = Callable[..., Ran]
@@ -179,6 +182,27 @@ def test_a_file_that_is_no_cache_is_reported_and_replaced_by_repair(
     assert repaired.code == 1 and "file" in repaired.out
     assert program("cache", "verify").code == 0
     assert len(by_title(program, "cache", "ls")) == 3, "conversations are not the cache's to lose"
+
+
+def test_verify_looks_where_no_open_looks(program: Program, home: Path) -> None:
+    """The head of a value that fills pages of its own: a deletion believes it."""
+    ids = list(range(64))
+    with BlockStore(home / "cache" / "kv") as store:
+        store.put(SAMPLE_SPACE, GROUPED, chain(GROUPED, ids, kv_bits(GROUPED, len(ids))), "raw")
+    data = home / "cache" / "kv" / "data.mdb"
+    content = bytearray(data.read_bytes())
+    head = next(
+        page
+        for page in range(8192, len(content), 4096)
+        if content[page : page + 12] == struct.pack("<QHH", page // 4096, 0, 4)
+    )
+    content[head + 10] = 0
+    data.write_bytes(content)
+    found = program("cache", "verify")
+    assert found.code == 1 and "does not begin a value" in found.err and found.err.count("\n") == 1
+    repaired = json.loads(program("cache", "verify", "--repair", "--json").out)
+    assert [one["kind"] for one in repaired["findings"]] == ["file"]
+    assert program("cache", "verify").out == "0 blocks, all sound\n"
 
 
 @pytest.mark.parametrize("place", ["cache", "cache/kv", "cache/kv/data.mdb"])

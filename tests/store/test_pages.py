@@ -18,7 +18,7 @@ import pytest
 from chatkv_store import BlockStore, StoreBusy, StoreDamaged, pages
 from chatkv_store.environment import held_open, remove_damaged
 from chatkv_store.users import Users
-from kv_samples import SMALL, SPACE, data_file, kv_bits, kv_of, save
+from kv_samples import GROUPED, SMALL, SPACE, data_file, kv_bits, kv_of, save
 
 PAGE = 4096
 FLAGS = {b"plain": 0, b"dups": pages.flags_of({"dupsort": True, "dupfixed": True})}
@@ -26,7 +26,7 @@ FLAGS = {b"plain": 0, b"dups": pages.flags_of({"dupsort": True, "dupfixed": True
 
 def check(path: Path, env: lmdb.Environment) -> pages.Pages:
     with data_file(path).open("rb") as file, env.begin() as txn:
-        return pages.check(file.fileno(), txn.id(), env.stat()["psize"], FLAGS)
+        return pages.check(file.fileno(), txn.id(), env.stat()["psize"], FLAGS, thorough=True)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -151,6 +151,36 @@ def test_a_node_longer_than_its_place_is_found(tmp_path: Path, at: int) -> None:
     data_file(path).write_bytes(content)
     with pytest.raises(StoreDamaged, match="overlap"):
         BlockStore(path)
+
+
+@pytest.mark.parametrize(
+    ("at", "kind", "value"),
+    [(0, "<Q", 1 << 20), (10, "<H", 0), (10, "<H", 2), (12, "<I", 1), (12, "<I", 60)],
+    ids=["number", "no flags", "a leaf", "too few pages", "a neighbour's pages"],
+)
+def test_a_value_whose_head_is_wrong_is_found_by_a_thorough_look(
+    tmp_path: Path, at: int, kind: str, value: int
+) -> None:
+    """LMDB frees as many pages as the head says, those of others too, or refuses to delete."""
+    path = tmp_path / "kv"
+    ids = list(range(128))
+    with BlockStore(path) as store:
+        save(store, GROUPED, ids, kv_bits(GROUPED, len(ids)))
+    content = bytearray(data_file(path).read_bytes())
+    head = next(
+        page
+        for page in range(2 * PAGE, len(content), PAGE)
+        if struct.unpack_from("<QHH", content, page) == (page // PAGE, 0, 4)
+    )
+    struct.pack_into(kind, content, head + at, value)
+    data_file(path).write_bytes(content)
+    with pytest.raises(StoreDamaged, match=r"does not begin a value|has two owners"):
+        BlockStore(path, thorough=True)
+    with BlockStore(path, thorough=True, replace_damaged=True) as store:
+        assert store.replaced is not None and store.verify() == []
+        save(store, GROUPED, ids, kv_bits(GROUPED, len(ids)))
+    with BlockStore(path, thorough=True) as store:
+        assert store.match(SPACE, ids, GROUPED).num_tokens == len(ids)
 
 
 # Each mutant in the same process: the first that kills or hangs it fails the test.
