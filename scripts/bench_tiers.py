@@ -8,7 +8,7 @@ every machine. scripts/replay.py replays other traces, machines and caps.
 Caps are shares of the KV of a whole trace, so that they are as tight at any size; where none is
 named it is 1/4. "Resumed" turns are those whose history had left the memory. A snapshot is there as
 a whole or not at all, so of the few that one short trace has, the median falls anywhere: --quick
-replays several traces and takes them together. A p99 has no goal: it is a few turns that happened
+replays many traces and takes them together. A p99 has no goal: it is a few turns that happened
 to queue behind a long one, and falls either way.
 """
 
@@ -29,9 +29,12 @@ _BESIDE = {NoPersistence.name: "beside memory", Snapshots.name: "beside snapshot
 
 
 def measure(options: Options) -> list[Figure]:
-    size, seeds = (15, range(5)) if options.quick else (150, range(1))
+    size, seeds = (20, range(8)) if options.quick else (150, range(1))
     traces = [generate(TraceSpec(num_conversations=size, seed=seed)) for seed in seeds]
-    by_cap = {name: _replay(traces, name, share) for name, share in CAPS.items()}
+    by_cap = {
+        name: _replay(traces if name == MAIN_CAP else traces[:2], name, share)
+        for name, share in CAPS.items()
+    }
     memory, snapshots, ours = by_cap[MAIN_CAP]
     figures = [
         _ttft(name, percent, ours, other)
