@@ -57,8 +57,10 @@ def cause(store: BlockStore, namespace: bytes, ids: Sequence[int], found: int) -
 
 def _elsewhere(store: BlockStore, namespace: bytes, ids: Sequence[int], found: int) -> str | None:
     """Whose KV of these tokens is stored, where it is not ours."""
-    spaces = store.namespaces()  # ours is registered when a model is loaded
-    own = spaces[namespace]
+    spaces = store.namespaces()
+    own = spaces.get(namespace)
+    if own is None:
+        return None
     best, reason = found, None
     for space, info in spaces.items():
         layout = KVLayout.from_json(info["layout"])
