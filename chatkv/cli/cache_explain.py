@@ -130,4 +130,5 @@ def _kv(row: dict[str, Any], titles: dict[str, str]) -> str:
         return str(row["why"])
     if not row["shared_with"]:
         return "stored"
-    return "shared with " + ", ".join(f'"{titles[one]}"' for one in row["shared_with"])
+    others = [f'"{titles[one]}"' for one in row["shared_with"]]
+    return f"shared with {f'{len(others)}: ' if len(others) > 1 else ''}{', '.join(others)}"

@@ -91,7 +91,10 @@ def rm(output: Output, sessions: tuple[str, ...], dry_run: bool, yes: bool) -> N
             _said_nothing(output, dry_run)
             return
         with blocks:
-            _remove(output, blocks, unshared_keys(blocks, store, set(found)), dry_run, yes)
+            sizes, num_shared = unshared_keys(blocks, store, set(found))
+            _remove(output, blocks, sizes, dry_run, yes)
+            if num_shared and output.is_human:
+                output.note(f"left {plural(num_shared, 'block')} that others use too")
 
 
 @click.command()

@@ -53,8 +53,9 @@ def choose(
 
 def unshared_keys(
     store: BlockStore, conversations: Conversations, session_ids: Set[str]
-) -> dict[bytes, int]:
-    """Blocks that these sessions find and no other one does, with their payload bytes."""
+) -> tuple[dict[bytes, int], int]:
+    """Blocks that these sessions find and no other one does, with their payload bytes; and how
+    many they find that others find too."""
     layouts = known_layouts(store)
     mine: dict[bytes, int] = {}
     others: set[bytes] = set()
@@ -64,4 +65,5 @@ def unshared_keys(
                 mine[block.key] = block.header.num_payload_bytes
             else:
                 others.add(block.key)
-    return {key: num_bytes for key, num_bytes in mine.items() if key not in others}
+    unshared = {key: num_bytes for key, num_bytes in mine.items() if key not in others}
+    return unshared, len(mine) - len(unshared)

@@ -127,7 +127,7 @@ def test_nothing_goes_without_being_asked(
 
 def test_rm_takes_what_nobody_else_uses(program: Program, cached: dict[str, Session]) -> None:
     assert asked(program, "rm", "old", "--dry-run")["blocks"] == 2
-    asked(program, "rm", "old", "-y")
+    assert "left 2 blocks that others use too" in program("cache", "rm", "old", "-y").err
     assert blocks_of(program) == {"old": 2, "branch": 5, "new": 5}
     asked(program, "rm", "old", "branch", "-y")
     assert blocks_of(program) == {"old": 0, "branch": 0, "new": 5}
