@@ -64,7 +64,9 @@ class Generation:
         def progress(done: int, total: int) -> None:
             self.listener.on_progress("restore", done, total)
 
-        restored = self.model.restorer.restore(self.sequence, planned, progress)
+        restored = self.model.restorer.restore(
+            self.sequence, planned, progress, self.listener.cancelled
+        )
         self.record.restore_done(restored)
         # What prefill need not compute, before it begins.
         kept = restored.reused + restored.num_loaded
