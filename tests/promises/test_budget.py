@@ -9,7 +9,7 @@ import pytest
 
 from chatkv.client import ChatRequest, open_chat
 from chatkv.paths import folders
-from chatkv.restore.cost import CostFile, CostModel
+from chatkv.restore.cost import CostFile, CostModel, cost_key
 from chatkv_store import BlockStore
 from chatkv_store.eviction import DEFAULT_RATES
 from turns import run_turns
@@ -43,11 +43,13 @@ def test_what_is_kept_goes_by_what_this_machine_was_measured_to_take(
     """Also after the store was opened: rates follow the turns."""
     request = ChatRequest(str(tiny_checkpoint("llama3")), "float32")
     with open_chat(folders(), request) as chat:
-        runtime, disk = chat.runtime, chat.runtime.restorer.disk
+        disk = chat.runtime.restorer.disk
         assert disk is not None and disk.store.prefill_rates is not None
         assert disk.store.prefill_rates(disk.namespace) == DEFAULT_RATES
-        key = runtime._cost_key(disk.namespace)
-        measured = CostModel(prefill_s_per_token=0.02, prefill_s_per_token_pair=1e-6)
+        key = cost_key(disk.namespace, chat.runtime.engine.decoder.device.type)
+        measured = CostModel(
+            prefill_s_per_token=0.02, prefill_s_per_token_pair=1e-6, num_observations=1
+        )
         CostFile(folders().costs).save(key, "tiny", measured)
         assert disk.store.prefill_rates(disk.namespace) == (0.02, 1e-6)
         assert disk.store.prefill_rates(bytes(32)) == DEFAULT_RATES, "of a model never measured"
