@@ -46,6 +46,10 @@ class Chat(Protocol):
     notices: list[str]  # lines for the user about the start
 
     @property
+    def is_shared(self) -> bool:
+        """Whether it computes in a process that holds other conversations too."""
+
+    @property
     def session(self) -> str:
         """Its id."""
 
@@ -74,6 +78,9 @@ class Chat(Protocol):
 
     def rewind(self, num_turns: int) -> None:
         """Take back the turns behind the first num_turns; they stay as a branch."""
+
+    def switch(self, turn_id: str) -> None:
+        """Go on from behind another turn of the session's tree."""
 
     def draft(self, text: str, system: str | None = None) -> int:
         """Prefill what is being typed as far as it is settled ("": restore the history); how many
@@ -122,6 +129,8 @@ def _whole(request: ChatRequest) -> ChatRequest:
 
 class LocalChat:
     """A conversation in this process."""
+
+    is_shared = False
 
     def __init__(self, opened: OpenChat) -> None:
         self._conversation, self.is_resumed = opened.conversation, opened.is_resumed
@@ -175,6 +184,10 @@ class LocalChat:
     def rewind(self, num_turns: int) -> None:
         with self._alone():
             self._conversation.rewind(num_turns)
+
+    def switch(self, turn_id: str) -> None:
+        with self._alone():
+            self._conversation.switch(turn_id)
 
     def draft(self, text: str, system: str | None = None) -> int:
         return self._make_ready(text, system).cached

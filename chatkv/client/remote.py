@@ -21,6 +21,7 @@ from chatkv.server.wire import (
     OptionsRequest,
     RewindRequest,
     SendRequest,
+    SwitchRequest,
     raised,
 )
 from chatkv.session.ready import Ready
@@ -35,6 +36,8 @@ Result = TypeVar("Result")
 
 class RemoteChat:
     """See `Chat`."""
+
+    is_shared = True
 
     def __init__(
         self,
@@ -70,6 +73,10 @@ class RemoteChat:
     def rewind(self, num_turns: int) -> None:
         self._be_there()
         self._opened(self._link.call("POST", self._url("rewind"), RewindRequest(num_turns)))
+
+    def switch(self, turn_id: str) -> None:
+        self._be_there()
+        self._opened(self._link.call("POST", self._url("switch"), SwitchRequest(turn_id)))
 
     def draft(self, text: str, system: str | None = None) -> int:
         return self._make_ready(text, system).cached

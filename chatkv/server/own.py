@@ -8,6 +8,7 @@ POST   /sessions/ID/continue            go on with the last answer        -> str
 POST   /sessions/ID/draft               restore, prefill what is being typed -> stream
 POST   /sessions/ID/cancel              stop what is running
 POST   /sessions/ID/rewind              take turns back (they stay as a branch)
+POST   /sessions/ID/switch              go on from another turn of the session's tree
 POST   /sessions/ID/release             close it, so that others may write
 """
 
@@ -39,10 +40,12 @@ from chatkv.server.wire import (
     RewindRequest,
     SendRequest,
     StopRequest,
+    SwitchRequest,
     encode,
     error_event,
 )
 from chatkv.session.ahead import make_ready
+from chatkv.session.conversation import Conversation
 from chatkv.session.ready import Ready
 from chatkv.session.request import ChatRequest
 from chatkv.session.turn import Listener, TurnResult
@@ -71,6 +74,7 @@ class OwnApi:
             post("/sessions/{id}/draft", self.draft),
             post("/sessions/{id}/cancel", self.cancel),
             post("/sessions/{id}/rewind", self.rewind),
+            post("/sessions/{id}/switch", self.switch),
             post("/sessions/{id}/release", self.release),
         ]
 
@@ -151,12 +155,20 @@ class OwnApi:
         return JSONResponse({"cancelled": self.hub.cancel(request.path_params["id"])})
 
     async def rewind(self, request: Request) -> Response:
-        wanted, session_id = await _body(request, RewindRequest), request.path_params["id"]
+        wanted = await _body(request, RewindRequest)
+        return await self._change(request, lambda talk: talk.rewind(wanted.num_turns))
+
+    async def switch(self, request: Request) -> Response:
+        wanted = await _body(request, SwitchRequest)
+        return await self._change(request, lambda talk: talk.switch(wanted.turn))
+
+    async def _change(self, request: Request, change: Callable[[Conversation], None]) -> Response:
+        session_id = request.path_params["id"]
         self._end_draft(session_id)
 
         def work() -> dict[str, Any]:
             with self.hub.use(session_id, threading.Event()) as held:
-                held.conversation.rewind(wanted.num_turns)
+                change(held.conversation)
                 return describe(held)
 
         return await _answer(work)

@@ -45,6 +45,12 @@ class RewindRequest(msgspec.Struct, forbid_unknown_fields=True):
     num_turns: int
 
 
+class SwitchRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Go on from behind another turn of the session's tree; `turn` is its id."""
+
+    turn: str
+
+
 class StopRequest(msgspec.Struct, forbid_unknown_fields=True):
     """`force`: also where turns are lost that could not be written."""
 

@@ -129,6 +129,10 @@ class Conversation:
             )
         self.journal.rewind(num_turns)
 
+    def switch(self, turn_id: str) -> None:
+        """Go on from behind another turn of this session's tree, such as a branch's last one."""
+        self.journal.switch(turn_id)
+
     def _answer(
         self,
         turn: Turn,

@@ -76,6 +76,19 @@ class Journal:
         self._left += self.turns[num_turns:]
         self.turns = self.turns[:num_turns]
 
+    def switch(self, turn_id: str) -> None:
+        """Go on from behind another turn of the session's tree; what is left stays as a branch.
+
+        Raises StoreError as `rewind` does, and where the session has no such turn.
+        """
+        if not self.save():
+            raise StoreError("nothing can be saved now, so no other branch can be taken")
+        if turn_id not in {turn.id for turn in self.conversations.tree(self.session.id)}:
+            raise StoreError(f"session {self.session.id} has no turn {turn_id}")
+        self.session = self.conversations.move_head(self.session.id, turn_id)
+        self._left += self.turns
+        self.turns = self.conversations.chain(self.session.id)
+
     def begin_again(self) -> Turn:
         """The last turn as a new one beside it, with what was answered so far."""
         last = self.turns[-1]

@@ -39,19 +39,20 @@ class Progress:
         """The stage, the bar and the numbers in at most `width` cells."""
         name = NAMES.get(self.stage, self.stage)
         percent = f"{100 * self.share:3.0f}%"
+        choices = [percent]
         if self.stage == "prefill":
-            numbers = f"{count(self.done)}/{count(self.total)} tokens"
-            kept = f", {count(self.saved)} kept" if self.saved else ""
-            choices = (f"{percent} · {numbers}{kept}", f"{percent} · {numbers}", percent)
-        else:
-            choices = (percent,)
+            tokens = f"{percent} · {count(self.done)}/{count(self.total)} tokens"
+            choices = [f"{tokens}, {count(self.saved)} kept" if self.saved else tokens, *choices]
         for numbers in choices:
             room = width - len(name) - len(numbers) - 2
-            if room >= 8 or numbers is choices[-1]:
+            if room >= 8:
                 break
         if room < 4:
             return f"{name} {percent.strip()}"[:width]
         return f"{name} {bar(self.done, self.saved, self.total, min(room, 40))} {numbers}"
+
+
+NONE = Progress("", 0, 0)
 
 
 def bar(done: int, saved: int, total: int, width: int) -> str:

@@ -1,10 +1,11 @@
-"""What the line at the bottom says: state in, text out. A narrow terminal gets what matters most."""
+"""What the line at the bottom says: state in, text out. A narrow one keeps what matters most."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+from chatkv.client import Ready
 from chatkv.tui.progress import bar
 from chatkv.words import count
 
@@ -58,6 +59,25 @@ class Status:
 
 
 _CAME = (("reused", "reused"), ("loaded", "loaded"), ("computed", "computed"))
+
+
+def restored(ready: Ready, num_tokens: int) -> str:
+    """What was brought back, from where, in how long."""
+    came = [
+        f"{count(number)} {where}"
+        for number, where in (
+            (ready.reused, "still in memory"),
+            (ready.loaded, "from disk"),
+            (ready.computed, "computed again"),
+        )
+        if number
+    ]
+    if not came:
+        return "nothing could be restored ahead: the next answer reads the conversation first"
+    return (
+        f"restored {count(ready.cached)} of {count(num_tokens)} tokens "
+        f"in {duration(ready.ms)}: {', '.join(came)}"
+    )
 
 
 def tier(stats: dict[str, Any]) -> str:

@@ -1,0 +1,36 @@
+"""What the chat is given by the program that shows it, and how it was left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chatkv.client import ChatRequest
+from chatkv.session.turn import TurnOptions
+from chatkv.tui.library import Library
+from chatkv.tui.worker import Connect
+
+
+@dataclass(frozen=True)
+class Start:
+    """`explain` and `coverage` tell of a session's turn, and of what is stored of a session, in
+    lines; `copy_to` is where a copy goes that no clipboard takes."""
+
+    connect: Connect
+    library: Library
+    request: ChatRequest = field(default_factory=ChatRequest)
+    options: TurnOptions = field(default_factory=TurnOptions)
+    explain: Callable[[str, int], list[str]] = lambda session, turn: []
+    coverage: Callable[[str], list[str]] = lambda session: []
+    copy_to: Path = Path("copied.txt")
+    keymap: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Left:
+    """Where to go on (None: nothing was said), and whether line by line at once."""
+
+    session: str | None = None
+    num_unsaved: int = 0
+    goes_on_plain: bool = False
