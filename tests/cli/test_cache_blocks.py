@@ -13,6 +13,7 @@ import pytest
 from chatkv_store.blocks import BlockStore
 from chatkv_store.conversations import Conversations, Session
 from chatkv_store.keys import chain_keys
+from chatkv_store.sharing import NEWEST
 from chatkv_store.tables import value_key
 from kv_samples import SMALL, SPACE
 from program import PYTHONPATH, Ran
@@ -112,7 +113,8 @@ def test_explain_tells_why_something_is_missing(
         B + 4,
         "not stored: other tokens follow there",
     )
-    assert explained(program, "newest")[-1][2] == "the newest token: it comes with the next turn"
+    assert explained(program, "newest")[-1][2] == NEWEST
+    assert json.loads(program("cache", "show", "newest", "--json").out)["miss"] == NEWEST
     assert explained(program, "nobody") == [(0, 2, "not stored: no model has kept KV for it")]
     assert explained(program, "empty") == []
     assert "nothing has been said" in program("cache", "explain", "empty").err
