@@ -4,12 +4,14 @@ What weights become, [out_features, in_features] at first:
 
     int8    codes int8 [out, in], scales float32 [out]             weight = scale * code
     fp8     codes float8_e4m3fn [out, in], scales float32 [out]    weight = scale * code
-    int4    codes uint8 [in / 64, out, 32], scales float16 [in / group, out], and zeros uint8
-            [in / group, out] or none                              weight = scale * (code - zero)
+    int4    codes int16 [ceil(in / 128), out, 32], scales float16 [ceil(in / group), out], and
+            zeros uint8 of the size of scales, or none             weight = scale * (code - zero)
 
 A group is 32, 64 or 128 neighbouring inputs of one output; zero is 8 where there are no zeros. A
-run of 64 inputs takes 32 bytes: byte i holds input i in its lower half and input i + 32 in its
-upper one. A run of all outputs is one stretch of memory, so what a program reads is too.
+run of 128 inputs takes 32 words of 16 bits: bits 4 j to 4 j + 3 of word i, from the lowest, hold
+the code of input 32 j + i of the run, and anything behind the last input. So one mask and shift
+finds the codes of neighbouring inputs in neighbouring words, as matrix units want them, and all
+outputs of a run are one stretch of memory.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from torch import Tensor
 from chatkv_kernels.dispatch import has_kernel
 from chatkv_kernels.linear import finish, wide
 
-RUN = 64  # inputs
+RUN = 128  # inputs
+RUN_WORDS = 32
 GROUP_SIZES = (32, 64, 128)
 E4M3_MAX = 448.0
 
@@ -41,6 +44,8 @@ class Weight4(NamedTuple):
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None
+    num_inputs: int
+    group_size: int
 
 
 @has_kernel
@@ -85,15 +90,11 @@ def quantise_weight_fp8(weight: Tensor) -> Weight8:
 
 def quantise_weight_int4(weight: Tensor, group_size: int = 128, symmetric: bool = True) -> Weight4:
     """Of a symmetric group the largest weight, whatever its sign, falls on code 0; else the least
-    and the largest one, and zero, are in reach. Raises ValueError on sizes that do not fit."""
-    num_outputs, num_inputs = weight.shape
+    and the largest one, and zero, are in reach. Raises ValueError on other group sizes."""
     if group_size not in GROUP_SIZES:
         raise ValueError(f"an int4 group must be one of {GROUP_SIZES} inputs, not {group_size}")
-    if num_inputs % max(RUN, group_size):
-        raise ValueError(
-            f"{num_inputs} inputs are not a multiple of {max(RUN, group_size)}, as int4 needs"
-        )
-    groups = weight.float().view(num_outputs, -1, group_size)
+    groups = F.pad(weight.float(), (0, -weight.shape[1] % group_size))
+    groups = groups.unflatten(1, (-1, group_size))
     if symmetric:
         largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
         scales = (largest / -8).half()
@@ -104,16 +105,20 @@ def quantise_weight_int4(weight: Tensor, group_size: int = 128, symmetric: bool 
         zeros = (-least / _divisor(scales)).round().clamp(0, 15)
     codes = (groups / _divisor(scales)).round() + zeros
     return Weight4(
-        pack_nibbles(codes.clamp(0, 15).to(torch.uint8).view(num_outputs, num_inputs)),
+        pack_int4(codes.clamp(0, 15).flatten(1)),
         scales[..., 0].T.contiguous(),
         None if symmetric else zeros[..., 0].T.to(torch.uint8).contiguous(),
+        weight.shape[1],
+        group_size,
     )
 
 
-def pack_nibbles(codes: Tensor) -> Tensor:
-    """Codes 0..15, uint8 [out, in], as those of a Weight4."""
-    low, high = codes.view(codes.shape[0], -1, 2, RUN // 2).unbind(2)
-    return (low | high << 4).transpose(0, 1).contiguous()
+def pack_int4(codes: Tensor) -> Tensor:
+    """Codes 0..15, [out, in], as those of a Weight4."""
+    padded = F.pad(codes.to(torch.int32), (0, -codes.shape[1] % RUN))
+    quarters = padded.view(codes.shape[0], -1, RUN // RUN_WORDS, RUN_WORDS)
+    places = torch.arange(0, 16, 4, device=codes.device)[:, None]
+    return (quarters << places).sum(2).to(torch.int16).transpose(0, 1).contiguous()
 
 
 def dequantise_weight_8(weight: Weight8, dtype: torch.dtype) -> Tensor:
@@ -124,13 +129,15 @@ def dequantise_weight_8(weight: Weight8, dtype: torch.dtype) -> Tensor:
 
 def dequantise_weight_int4(weight: Weight4, dtype: torch.dtype) -> Tensor:
     """[out, in] of `dtype`."""
-    runs, num_outputs, _ = weight.codes.shape
-    codes = torch.cat([weight.codes & 15, weight.codes >> 4], -1).transpose(0, 1)
-    groups = codes.reshape(num_outputs, len(weight.scales), -1)
-    groups = groups.to(torch.promote_types(dtype, torch.float32))
-    zeros = 8 if weight.zeros is None else weight.zeros.T[..., None]
-    numbers = (groups - zeros) * weight.scales.T[..., None]
-    return numbers.to(dtype).reshape(num_outputs, runs * RUN)
+    places = torch.arange(0, 16, 4, device=weight.codes.device)[:, None]
+    codes = (weight.codes.transpose(0, 1)[:, :, None] >> places & 15).flatten(1)
+    numbers = codes.to(torch.promote_types(dtype, torch.float32))[:, : weight.num_inputs]
+
+    def of_inputs(numbers: Tensor) -> Tensor:
+        return numbers.T.repeat_interleave(weight.group_size, 1)[:, : weight.num_inputs]
+
+    zeros = 8 if weight.zeros is None else of_inputs(weight.zeros)
+    return ((numbers - zeros) * of_inputs(weight.scales)).to(dtype)
 
 
 def _per_output(weight: Tensor, largest_code: float) -> tuple[Tensor, Tensor]:

@@ -11,11 +11,11 @@ from torch import Tensor
 from chatkv_kernels.gpu.linear import Tiles, launch, store
 from chatkv_kernels.gpu.spec import Shape, meta, per_shape
 from chatkv_kernels.gpu.target import target_of
-from chatkv_kernels.linear_quantised import GROUP_SIZES, RUN, Weight4, Weight8
+from chatkv_kernels.linear_quantised import GROUP_SIZES, RUN, RUN_WORDS, Weight4, Weight8
 
 TILES8 = Tiles(outputs=128, step_inputs=128, stages=3)
-TILES4 = Tiles(outputs=128, step_inputs=RUN, stages=6)
-RUN_BYTES = tl.constexpr(RUN // 2)
+TILES4 = Tiles(outputs=128, step_inputs=RUN, stages=5)
+WORDS = tl.constexpr(RUN_WORDS)
 
 
 def linear_int8(
@@ -39,9 +39,10 @@ def linear_fp8(
 def linear_int4(
     x: Tensor, weight: Weight4, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    runs, num_outputs, _ = weight.codes.shape
-    constants = {"GROUP": runs * RUN // len(weight.scales)}
-    return launch(_linear4, x, num_outputs, weight, TILES4, None, bias, residual, **constants)
+    codes, scales, zeros, _, group_size = weight
+    tensors = (codes, scales, zeros, len(scales))
+    constants = {"GROUP": group_size, "BFLOAT": x.dtype == torch.bfloat16}
+    return launch(_linear4, x, codes.shape[1], tensors, TILES4, None, bias, residual, **constants)
 
 
 @triton.jit
@@ -94,12 +95,20 @@ def _linear8(
 
 
 @triton.jit
+def _counted(codes, BFLOAT: tl.constexpr):
+    """Small integers as numbers, from 128 or 1024 on: as the last bits of a mantissa."""
+    bits = codes.to(tl.int16) | (0x4300 if BFLOAT else 0x6400)
+    return bits.to(tl.bfloat16 if BFLOAT else tl.float16, bitcast=True)
+
+
+@triton.jit
 def _linear4(
     x,
     x_stride,
     codes,
     group_scales,
     zeros,
+    num_groups,
     out,
     scales,
     bias,
@@ -112,38 +121,38 @@ def _linear4(
     INPUTS: tl.constexpr,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
+    BFLOAT: tl.constexpr,
 ):
-    """A step is a run: the lower halves of its bytes are one product, the upper ones another."""
+    """A step is a run of four products, each with the codes at one place of all its words."""
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.arange(0, ROWS)[None, :]
-    byte = tl.arange(0, RUN_BYTES)
+    word = tl.arange(0, WORDS)
     last = tl.minimum(output, num_outputs - 1)
-    sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     first = tl.program_id(1) * steps
-    of_run = codes + first.to(tl.int64) * num_outputs * RUN_BYTES
-    of_run += last[:, None] * RUN_BYTES + byte[None, :]
-    for run in range(first, tl.minimum(first + steps, num_inputs // INPUTS)):
-        pairs = tl.load(of_run)
-        of_run += num_outputs * RUN_BYTES
-        inputs = x + row * x_stride + run * INPUTS + byte[:, None]
-        lower_inputs = tl.load(inputs, row < rows, 0)
-        upper_inputs = tl.load(inputs + RUN_BYTES, row < rows, 0)
-        group = run * INPUTS // GROUP
-        place = group * num_outputs + last
-        zero = 8 if zeros is None else tl.load(zeros + place).to(tl.int8)[:, None]
-        lower = ((pairs & 15).to(tl.int8) - zero).to(inputs.dtype.element_ty)
-        step = tl.load(group_scales + place).to(tl.float32)[:, None]
-        if GROUP < INPUTS:
-            sums += tl.dot(lower, lower_inputs, input_precision="ieee") * step
-            zero = 8 if zeros is None else tl.load(zeros + place + num_outputs).to(tl.int8)[:, None]
-            step = tl.load(group_scales + place + num_outputs).to(tl.float32)[:, None]
-            upper = ((pairs >> 4).to(tl.int8) - zero).to(inputs.dtype.element_ty)
-            sums += tl.dot(upper, upper_inputs, input_precision="ieee") * step
-        else:
-            upper = ((pairs >> 4).to(tl.int8) - zero).to(inputs.dtype.element_ty)
-            product = tl.dot(lower, lower_inputs, input_precision="ieee")
-            product = tl.dot(upper, upper_inputs, product, input_precision="ieee")
-            sums += product * step
+    of_run = codes + first.to(tl.int64) * num_outputs * WORDS
+    of_run += last[:, None] * WORDS + word[None, :]
+    sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for run in range(first, tl.minimum(first + steps, tl.cdiv(num_inputs, INPUTS))):
+        words = tl.load(of_run)
+        of_run += num_outputs * WORDS
+        product = tl.zeros((OUTPUTS, ROWS), tl.float32)
+        for quarter in tl.static_range(INPUTS // WORDS):
+            place = run * INPUTS + quarter * WORDS + word[:, None]
+            inside = (place < num_inputs) & (row < rows)
+            inputs = tl.load(x + row * x_stride + place, inside, 0)
+            # Behind the last input there may be no group, and x is zero.
+            group = (run * INPUTS + quarter * WORDS) // GROUP
+            at = tl.minimum(group, num_groups - 1) * num_outputs + last
+            numbers = _counted(words >> 4 * quarter & 15, BFLOAT)
+            if zeros is None:
+                numbers -= 136.0 if BFLOAT else 1032.0
+            else:
+                numbers -= _counted(tl.load(zeros + at), BFLOAT)[:, None]
+            numbers = numbers.to(inputs.dtype)
+            product = tl.dot(numbers, inputs, product, input_precision="ieee")
+            if (quarter + 1) * WORDS % GROUP == 0:
+                sums += product * tl.load(group_scales + at).to(tl.float32)[:, None]
+                product = tl.zeros((OUTPUTS, ROWS), tl.float32)
     store(sums, output, out, scales, bias, residual, rows, num_outputs, ROWS)
 
 
@@ -152,12 +161,12 @@ def _example(shape: Shape) -> None:
     x, scales = meta(16, num_inputs), meta(num_outputs, dtype=torch.float32)
     linear_int8(x, Weight8(meta(num_outputs, num_inputs, dtype=torch.int8), scales))
     linear_fp8(x, Weight8(meta(num_outputs, num_inputs, dtype=torch.float8_e4m3fn), scales))
-    codes = meta(num_inputs // RUN, num_outputs, RUN // 2, dtype=torch.uint8)
+    codes = meta(triton.cdiv(num_inputs, RUN), num_outputs, RUN_WORDS, dtype=torch.int16)
     for group_size in GROUP_SIZES:
-        groups = (num_inputs // group_size, num_outputs)
+        groups = (triton.cdiv(num_inputs, group_size), num_outputs)
         steps = meta(*groups, dtype=torch.float16)
-        linear_int4(x, Weight4(codes, steps, None))
-        linear_int4(x, Weight4(codes, steps, meta(*groups, dtype=torch.uint8)))
+        for zeros in (None, meta(*groups, dtype=torch.uint8)):
+            linear_int4(x, Weight4(codes, steps, zeros, num_inputs, group_size))
 
 
 SPECS = per_shape("linear_quantised", _example)
