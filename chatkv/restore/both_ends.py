@@ -175,12 +175,20 @@ class BothEnds:
         count = min(max(1, limit // BLOCK_TOKENS), gap - first)
         if self._is_over or _State.WANTED not in self._states[first:gap]:
             return count
-        load_s, compute_s, fixed_s = self._block_s(first)
-        until_met_s = self._loading.left_s + (gap - first) * load_s - fixed_s
         if not self._loading.is_known:
             count = min(count, -(-(gap - first) // 2))
+        load_s, compute_s, fixed_s = self._block_s(first)
+        left_s = self._loading.left_s
+
+        def met_s(taken: int) -> float:
+            """Until both ends have done all of the gap, if prefill takes so much of it now."""
+            computing_s = taken * compute_s + fixed_s if taken else 0.0
+            return max(computing_s, left_s + (gap - first - taken) * load_s)
+
+        even = (left_s + (gap - first) * load_s - fixed_s) / (load_s + compute_s)
         at_least = 1 if self._states[first] is _State.COMPUTED else 0
-        return max(at_least, min(count, round(until_met_s / (load_s + compute_s))))
+        below = max(0, int(even))
+        return max(at_least, min(count, min(below, below + 1, key=met_s)))
 
     def _end_of(self, index: int, wanted: int, total: int) -> int:
         """Where a piece that ends in block `index` stops: at the block's end, or, where nothing
