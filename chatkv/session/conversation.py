@@ -7,6 +7,7 @@ again. Text and ids are committed to SQLite; KV is a cache beside them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from chatkv.engine.sampling import Sampler
@@ -226,10 +227,34 @@ class Conversation:
         """Leading tokens of the log whose KV some turn has computed: all up to the last reply,
         less its last token, which was sampled and never fed. (What follows the last reply is the
         question of a turn that ended before it was answered.)"""
-        answered = [index for index, turn in enumerate(self.turns, 1) if turn.reply_ids]
+        answered = [
+            index
+            for index, turn in enumerate(self.turns, 1)
+            if turn.reply_ids and not turn.stats.get("is_adopted")
+        ]
         if not answered:
             return 0
         return len(context_of(self.turns[: answered[-1]], self.window)) - 1
+
+    def adopt(self, pairs: Sequence[tuple[str, str]], system: str | None = None) -> None:
+        """Put turns that were held elsewhere behind the log: what was asked and answered, as text.
+        Nothing is computed; the next turn does that."""
+        for text, answer in pairs:
+            prompt_ids = self.prompt_ids(text, system)
+            turn = self._begin(text, prompt_ids, system, TurnOptions(), self.window)
+            reply_ids = self.model.tokenizer.encode_continuation(
+                answer, ((0, len(answer)),), prompt_ids[-1]
+            )
+            self.journal.finish(
+                turn,
+                reply_text=answer,
+                reply_ids=reply_ids,
+                rng_draws_after=turn.rng_draws_before,
+                state="done",
+                finish_reason="stop",
+                stats={"is_adopted": True, **_window_of(turn)},
+            )
+            system = None
 
     # --- text and log -----------------------------------------------------------------------
 

@@ -251,6 +251,20 @@ class Conversations:
         with self._database.read() as conn:
             return _existing_turn(conn, turn_id)
 
+    def note_messages(self, turn_id: str, digest: bytes) -> None:
+        """Let `turn_of_messages` find a turn by a digest of all messages up to its answer."""
+        with self._database.write() as conn:
+            conn.execute("INSERT INTO turns_messages VALUES (?, ?)", (digest, turn_id))
+
+    def turn_of_messages(self, digest: bytes) -> Turn | None:
+        """The newest turn that was noted under `digest`."""
+        with self._database.read() as conn:
+            row = conn.execute(
+                "SELECT turn_id FROM turns_messages WHERE digest = ? ORDER BY rowid DESC LIMIT 1",
+                (digest,),
+            ).fetchone()
+            return _existing_turn(conn, row[0]) if row else None
+
     def begin_turn(
         self,
         session_id: str,

@@ -78,7 +78,19 @@ def conversations_tree(conn: sqlite3.Connection) -> None:
         conn.execute(statement)
 
 
-MIGRATIONS: tuple[Migration, ...] = (conversations_tree,)
+def turns_by_messages(conn: sqlite3.Connection) -> None:
+    """2: the turn at which a conversation stands can be found by its messages."""
+    for statement in (
+        """CREATE TABLE turns_messages (
+            digest BLOB NOT NULL,
+            turn_id TEXT NOT NULL REFERENCES turns(id) ON DELETE CASCADE)""",
+        "CREATE INDEX turns_messages_by_digest ON turns_messages(digest)",
+        "CREATE INDEX turns_messages_by_turn ON turns_messages(turn_id)",
+    ):
+        conn.execute(statement)
+
+
+MIGRATIONS: tuple[Migration, ...] = (conversations_tree, turns_by_messages)
 
 
 def version(conn: sqlite3.Connection) -> int:
