@@ -26,6 +26,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from chatkv_store import header as headers
+from chatkv_store.blocks import AT_ONCE
 from chatkv_store.environment import PAGE_BYTES
 from chatkv_store.header import HeaderDamaged
 from chatkv_store.keys import ID_BYTES, KEY_BYTES, chain_keys, pack_ids
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from chatkv_store.layout import KVLayout
 
 UNUSED_ODDS = 0.01  # of a block that no session finds, beside one of a session of its age
-AT_ONCE = 256  # headers that one transaction reads
 
 # A namespace -> alpha and beta, the seconds per token and per pair of tokens that prefill of its
 # model takes on this machine; None where that is not known. Asked at every ranking.
