@@ -16,14 +16,15 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-
-import uvicorn
-from starlette.applications import Starlette
-from starlette.types import ASGIApp, Receive, Scope, Send
+from typing import TYPE_CHECKING
 
 from chatkv.paths import Folders
-from chatkv.server.hub import Hub
-from chatkv.server.own import EXCEPTION_HANDLERS, OwnApi
+
+if TYPE_CHECKING:
+    import uvicorn
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from chatkv.server.hub import Hub
 
 log = logging.getLogger("chatkv.server")
 
@@ -31,13 +32,6 @@ IDLE_S = 900.0
 _TICK_S = 0.5
 # Who looks for the engine takes its lock for an instant; that must not end one that is starting.
 _LOCK_PATIENCE_S = 0.5
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to us: answers are to stop at once, not after a grace."""
-
-    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return nullcontext()
 
 
 class Activity:
@@ -64,7 +58,10 @@ class Activity:
 
 
 def serve(folders: Folders, idle_s: float | None = None) -> bool:
-    """Be the engine until it is stopped or idle for long; False where another one is already."""
+    """Be the engine until it is stopped or idle for long; False where another one is already.
+
+    Who comes while torch is still being imported waits at the socket, and starts no second one.
+    """
     folders.make()
     with _only_one(folders.engine_lock) as is_ours:
         if not is_ours:
@@ -75,6 +72,16 @@ def serve(folders: Folders, idle_s: float | None = None) -> bool:
 
 
 async def _serve(folders: Folders, listener: socket.socket, idle_s: float) -> None:
+    import uvicorn
+    from starlette.applications import Starlette
+
+    from chatkv.server.hub import Hub
+    from chatkv.server.own import EXCEPTION_HANDLERS, OwnApi
+
+    class Server(uvicorn.Server):
+        def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
+            return nullcontext()  # they are ours: an answer is to stop at once, without a grace
+
     hub = Hub(folders)
 
     def stop() -> None:
@@ -83,7 +90,7 @@ async def _serve(folders: Folders, listener: socket.socket, idle_s: float) -> No
 
     app = Starlette(routes=OwnApi(hub, stop).routes(), exception_handlers=EXCEPTION_HANDLERS)
     activity = Activity(app)
-    server = _Server(
+    server = Server(
         uvicorn.Config(activity, log_level="warning", lifespan="off", timeout_graceful_shutdown=5)
     )
     watch = asyncio.create_task(_watch(hub, activity, server, idle_s))

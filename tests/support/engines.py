@@ -18,7 +18,7 @@ from chatkv.session.turn import TurnOptions
 
 # Importing is all that may happen before the fork: no compute, hence no threads.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "tokenizers", "jinja2", "chatkv.server.process"])
+_CONTEXT.set_forkserver_preload(["torch", "tokenizers", "jinja2", "uvicorn", "chatkv.server.own"])
 
 GREEDY = SamplingOptions(temperature=0)
 
