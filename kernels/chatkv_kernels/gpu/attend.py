@@ -97,4 +97,4 @@ def splits(programs: int, places: int, steps: int) -> int:
     A part has at least two of the longest sequence's `steps`: a shorter one takes less time than
     starting it and merging its result.
     """
-    return max(1, min(places // programs, steps // 2))
+    return max(1, min(places // max(1, programs), steps // 2))

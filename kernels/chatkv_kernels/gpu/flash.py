@@ -4,7 +4,8 @@ The scheme is FlashAttention's (arXiv 2205.14135), cut along the keys where quer
 fill the device (Flash-Decoding: the parts are merged by `merge`). The rows of a tile are the heads
 of one group of several queries, which read the same keys once: decode is the case of one query.
 
-Powers are of two, since that is the instruction: `scale` carries log2(e).
+Powers are of two, since that is the instruction: `scale` carries log2(e). Numbers that change from
+launch to launch are not specialised on, so that no turn waits for the compiler.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "table_stride"])
 def flash(
     query,  # [num_new, num_heads, head_dim]
     keys,  # [num_blocks, num_kv_heads, block_tokens, head_dim], the last two contiguous
@@ -83,8 +84,8 @@ def flash(
         full = tl.maximum(low, tl.cdiv(tl.maximum(stop - window, 0), TILE) * TILE)
 
     table = block_table + sequence.to(tl.int64) * table_stride
-    keys += kv_head * kv_head_stride
-    values += kv_head * kv_head_stride
+    keys += kv_head.to(tl.int64) * kv_head_stride
+    values += kv_head.to(tl.int64) * kv_head_stride
     # Finite, so that a row of which nothing is seen yet makes no inf - inf.
     top = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -176,7 +177,7 @@ def _blocks(table, start, high, BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr):
         return tl.load(table + token // BLOCK_TOKENS, token < high, other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def merge(
     parts,  # [rows, num_splits, head_dim] float32
     weights,  # [rows, num_splits] float32, log2; -inf where a split saw nothing

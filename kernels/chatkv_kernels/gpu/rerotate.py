@@ -45,7 +45,7 @@ def rerotate(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _rerotate(
     source,
     target,
@@ -69,7 +69,7 @@ def _rerotate(
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    layer, head = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    layer, head = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = (token < num_tokens)[:, None] & (column < HALF)[None, :]
 

@@ -114,10 +114,11 @@ def _rope_write(
     if slot >= 0:
         block = (slot // BLOCK_TOKENS).to(tl.int64) * block_stride
         place = (block + slot % BLOCK_TOKENS * HEAD_DIM + column)[None, :]
-        key_to = keys + place + ((head - NUM_HEADS) * kv_head_stride)[:, None]
+        key_to = keys + place + ((head - NUM_HEADS).to(tl.int64) * kv_head_stride)[:, None]
         tl.store(key_to, turned_low.to(keys.dtype.element_ty), is_key[:, None] & in_head)
         tl.store(key_to + HALF, turned_high.to(keys.dtype.element_ty), is_key[:, None] & in_head)
-        value_to = values + place + ((head - NUM_HEADS - NUM_KV_HEADS) * kv_head_stride)[:, None]
+        value_head = (head - NUM_HEADS - NUM_KV_HEADS).to(tl.int64)
+        value_to = values + place + (value_head * kv_head_stride)[:, None]
         tl.store(value_to, low.to(values.dtype.element_ty), is_value[:, None] & in_head)
         tl.store(value_to + HALF, high.to(values.dtype.element_ty), is_value[:, None] & in_head)
 
