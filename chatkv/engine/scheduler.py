@@ -21,12 +21,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from chatkv.engine.budget import StepBudget
+from chatkv.engine.budget import LEAST_TOKENS, StepBudget
 from chatkv.engine.sequence import TokenSequence
 
 # How long a step waits for a turn that is still busy with what the last step gave it. One that is
-# late is not waited for again until it has asked.
+# late is not waited for again until it has asked; but for some steps, prefill is kept short for it.
 GRACE_S = 0.005
+LATE_STEPS = 4
 # How often a turn that waits asks whether it is cancelled.
 POLL_S = 0.05
 # Background work that so many steps had no room for takes its share of the next one.
@@ -75,7 +76,7 @@ class Scheduler:
     budget: StepBudget = field(default_factory=StepBudget)
     num_steps: int = 0
     _pending: list[Piece] = field(default_factory=list)
-    _awaited: set[TokenSequence] = field(default_factory=set)  # their turns are about to ask
+    _last_steps: dict[TokenSequence, int] = field(default_factory=dict)  # of turns that go on
     _thread: threading.Thread | None = None
     _is_closed: bool = False
 
@@ -100,7 +101,7 @@ class Scheduler:
     def leave(self, sequence: TokenSequence) -> None:
         """The sequence's turn has no more to ask: no step waits for it."""
         with self._changed:
-            self._awaited.discard(sequence)
+            self._last_steps.pop(sequence, None)
             self._changed.notify()
 
     def close(self) -> None:
@@ -128,7 +129,7 @@ class Scheduler:
         with self._changed:
             if piece in self._pending:
                 self._pending.remove(piece)
-            self._awaited.discard(piece.sequence)
+            self._last_steps.pop(piece.sequence, None)
             self._changed.notify()
         if piece.is_started:
             piece.done.wait()
@@ -156,11 +157,21 @@ class Scheduler:
             self._pending = [piece for piece in self._pending if not piece.is_started]
             for piece in self._pending:
                 piece.num_passed_over += 1
-            self._awaited = {piece.sequence for piece in batch}
+            self.num_steps += 1
+            self._last_steps |= {piece.sequence: self.num_steps for piece in batch}
+            for sequence, step in list(self._last_steps.items()):
+                if step <= self.num_steps - LATE_STEPS:
+                    del self._last_steps[sequence]
             return batch
 
     def _has_everyone(self) -> bool:
-        return self._is_closed or self._awaited <= {piece.sequence for piece in self._pending}
+        return self._is_closed or not self._late(1)
+
+    def _late(self, num_steps: int) -> set[TokenSequence]:
+        """Those of the last steps that have not asked again, nor said that they will not."""
+        asked = {piece.sequence for piece in self._pending}
+        since = self.num_steps - num_steps
+        return {one for one, step in self._last_steps.items() if step > since and one not in asked}
 
     def _choose(self) -> list[Piece]:
         for piece in self._pending:
@@ -168,10 +179,8 @@ class Scheduler:
                 return [piece]
         decodes = [piece for piece in self._pending if piece.is_decode]
         prefills = [piece for piece in self._pending if not piece.is_decode]
-        # Who is late will soon be back: prefill leaves room for them too.
-        num_late = len(self._awaited - {piece.sequence for piece in self._pending})
-        tokens = self.budget.prefill_tokens(len(decodes) + num_late)
-        return decodes + divide(prefills, tokens)
+        tokens = self.budget.prefill_tokens(len(decodes) or len(self._late(LATE_STEPS)))
+        return decodes + divide(prefills, tokens if decodes else max(tokens, LEAST_TOKENS))
 
     def _step(self, pieces: Sequence[Piece]) -> None:
         num_decoding = sum(piece.is_decode for piece in pieces)
@@ -185,7 +194,6 @@ class Scheduler:
         except BaseException as error:  # nobody may wait for a thread that has ended
             for piece in pieces:
                 piece.error = error
-        self.num_steps += 1
         for piece in pieces:
             piece.done.set()
 

@@ -64,6 +64,8 @@ class Recorder:
         self.is_busy = threading.Event()
         self._lets = threading.Semaphore(0)
         self.scheduler = Scheduler(self.forward)
+        for num_decoding in range(1, 4):  # else the first such step would be without prefill
+            self.scheduler.budget.observe(num_decoding, 0, 1.0)
 
     def forward(self, pieces: Sequence[Piece]) -> list[Tensor]:
         self.steps.append([(piece, piece.start, piece.stop) for piece in pieces])
