@@ -164,7 +164,7 @@ class Grid:
                 restored.arriving.close()
             self.engine.pool.release(sequence.run)
 
-    def _plan(self, num_tokens: int, way: str, sequence: Any = None) -> Any:
+    def _plan(self, num_tokens: int, way: Any, sequence: Any = None) -> Any:
         from chatkv.engine.sequence import TokenSequence
 
         ids = self.ids[:num_tokens] + self.ids[-PROMPT_TOKENS:]

@@ -82,7 +82,7 @@ class Walk:
 def test_every_token_is_brought_once(
     seed: int, holes: list[int], length: int, tail: int, first: int, prompt: int
 ) -> None:
-    stored: list[int | None] = [BLOCK_TOKENS] * (length - 1) + [tail]
+    stored: list[int | None] = [*[BLOCK_TOKENS] * (length - 1), tail]
     for hole in holes:
         if hole < length:
             stored[hole] = None
