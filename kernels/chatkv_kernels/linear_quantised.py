@@ -94,7 +94,7 @@ def quantise_weight_int4(weight: Tensor, group_size: int = 128, symmetric: bool 
     if group_size not in GROUP_SIZES:
         raise ValueError(f"an int4 group must be one of {GROUP_SIZES} inputs, not {group_size}")
     groups = F.pad(weight.float(), (0, -weight.shape[1] % group_size))
-    groups = groups.unflatten(1, (-1, group_size))
+    groups = groups.view(len(weight), -1, group_size)
     if symmetric:
         largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
         scales = (largest / -8).half()

@@ -157,7 +157,7 @@ def _packed(block: Tensor, start: int, turn: Turn | None, grid: Grid) -> Tensor:
 def _quantised(keys: Tensor, values: Tensor, grid: Grid) -> tuple[list[Tensor], list[Tensor]]:
     """Scales; and the sections of keys and values [layers, heads, tokens, head_dim], float32."""
     groups = F.pad(values, (0, -values.shape[-1] % GROUP_CHANNELS))
-    groups = groups.unflatten(-1, (-1, GROUP_CHANNELS))
+    groups = groups.view(*values.shape[:-1], -1, GROUP_CHANNELS)
     if grid.is_float:
         key_scales = (keys.abs().amax(2, keepdim=True) / E4M3_MAX).half()
         value_scales = (groups.abs().amax(-1, keepdim=True) / E4M3_MAX).half()

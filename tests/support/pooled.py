@@ -26,10 +26,11 @@ class Shape:
 
 @st.composite
 def shapes(draw: st.DrawFn, max_tokens: int = 40) -> Shape:
+    layers, heads = draw(st.sampled_from([(1, 1), (2, 1), (1, 2)]))
     return Shape(
         draw(st.integers(1, 2)),
-        draw(st.integers(1, 2)),
-        draw(st.integers(1, 2)),
+        layers,
+        heads,
         draw(st.integers(1, max_tokens)),
         draw(st.sampled_from([8, 16, 40, 64])),
     )

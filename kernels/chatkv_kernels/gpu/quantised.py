@@ -171,7 +171,8 @@ def _sizes(num_whole: Tensor, shape: torch.Size, head: int, grid: Grid) -> Tenso
     codes = (rows * (head_dim * grid.bits // 8) + 7) // 8 * 8
     steps = (rows * 2 * triton.cdiv(head_dim, GROUP_CHANNELS) + 7) // 8 * 8
     key_scales = torch.where(rows > 0, slabs * grid.key_scales * head_dim * 2, 0)
-    return head + num_whole * (2 * slabs * head_dim * 2) + key_scales + steps + 2 * codes
+    sizes: Tensor = head + num_whole * (2 * slabs * head_dim * 2) + key_scales + steps + 2 * codes
+    return sizes
 
 
 @triton.jit
