@@ -231,7 +231,7 @@ def plot(path: Path, title: str, figures: list[Figure]) -> None:
     drawn = [figure for figure in figures if figure.ratio is not None]
     picture = Picture(figsize=(8, 1 + 0.5 * len(drawn)), layout="constrained")
     axes = picture.subplots()
-    axes.barh([figure.name for figure in drawn], [figure.ratio for figure in drawn])
+    axes.barh([figure.name for figure in drawn], [figure.ratio or 0.0 for figure in drawn])
     for row, figure in enumerate(drawn):
         if figure.goal is not None and figure.goal_of == "ratio":
             axes.plot([figure.goal] * 2, [row - 0.4, row + 0.4], color="black")

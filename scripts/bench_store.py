@@ -73,7 +73,7 @@ def measure(options: Options) -> list[Figure]:
             with BlockStore(Path(folder) / name) as store:
                 store.put(history.space, history.layout, history.blocks(), name)
         codec = codec_figures(history)
-        decode_rates = [figure.value for figure in codec if "decode" in figure.name]
+        decode_rates = [figure.value or 0.0 for figure in codec if "decode" in figure.name]
         return [
             *warm_figures(Path(folder), history),
             cold_figure(Path(folder) / "lossless", history, *decode_rates),
