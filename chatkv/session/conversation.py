@@ -118,7 +118,7 @@ class Conversation:
             )
             turn = self.journal.begin_again()
             reply = self._reply(options, listener)
-            reply.go_on_from(last.reply_ids)
+            reply.go_on_from(last.reply_ids, turn.rng_draws_after)
             return self._answer(turn, planned, reply, record, options, listener)
 
     def rewind(self, num_turns: int) -> None:
@@ -149,7 +149,7 @@ class Conversation:
         generation = Generation(
             self.model, self.sequence, options, listener, sampler, reply, record, max_ids
         )
-        with Checkpointer(lambda: self._checkpoint(turn, reply, sampler)) as checkpoints:
+        with Checkpointer(lambda: self._checkpoint(turn, reply)) as checkpoints:
             try:
                 generation.run(planned)
             except Cancelled:
@@ -198,11 +198,11 @@ class Conversation:
             stats={"window": window.to_json()} if window else None,
         )
 
-    def _checkpoint(self, turn: Turn, reply: Reply, sampler: Sampler) -> None:
+    def _checkpoint(self, turn: Turn, reply: Reply) -> None:
         if reply.ids:
             # Text first: ids may run ahead of it, never the other way round.
             text, ids = reply.text, list(reply.ids)
-            self.journal.checkpoint(turn, text, ids, sampler.draws)
+            self.journal.checkpoint(turn, text, ids, reply.draws_after(len(ids)))
 
     def _finish(self, turn: Turn, reply: Reply, sampler: Sampler, record: TurnRecord) -> Turn:
         """Commit the turn, then hand its KV to the writer."""

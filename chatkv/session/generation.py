@@ -104,10 +104,10 @@ class Generation:
         for token, record.last_logits in steps:
             record.token_done()
             if token in stop_ids:
-                reply.push_silent(token)
+                reply.push_silent(token, self.sampler.draws)
                 record.finish = "stop"
                 return
-            reply.push(token)
+            reply.push(token, self.sampler.draws)
             if reply.stops.stopped:
                 record.finish = "stop"
                 return

@@ -101,7 +101,8 @@ class Journal:
             rng_draws_before=last.rng_draws_before,
             stats=last.stats,
         )
-        self.checkpoint(turn, last.reply_text, last.reply_ids, last.rng_draws_after)
+        with suppress(StoreError):  # the whole answer will be written, or held
+            self.checkpoint(turn, last.reply_text, last.reply_ids, last.rng_draws_after)
         return replace(turn, rng_draws_after=last.rng_draws_after)
 
     def held_with(self, model: str, namespace: str, settings: dict[str, Any]) -> None:
@@ -203,6 +204,7 @@ class Journal:
             self._hold()
             self.conversations.recover()
             self.turns = self.conversations.chain(self.session.id)
+            self._left = self.conversations.tree(self.session.id)[len(self.turns) :]
             self.session = self.conversations.get_session(self.session.id)
         except StoreBusy:
             self._open.close()

@@ -23,26 +23,33 @@ class Reply:
     text: str = ""
     ids: list[int] = field(default_factory=list)
     _ends: list[int] = field(default_factory=list)  # characters decoded after each id
+    _draws: list[int] = field(default_factory=list)  # random numbers drawn after each id
     _decoded: int = 0
 
-    def push(self, token: int) -> None:
-        """One more sampled id that belongs to the text."""
+    def push(self, token: int, draws: int) -> None:
+        """One more sampled id that belongs to the text; `draws` as the sampler counts them."""
         piece = self.stream.push(token)
         self._decoded += len(piece)
+        self._draws.append(draws)  # before the id: whoever sees that finds this
         self.ids.append(token)
         self._ends.append(self._decoded)
         self._show(self.stops.push(piece))
 
-    def push_silent(self, token: int) -> None:
+    def push_silent(self, token: int, draws: int) -> None:
         """A sampled id without text of its own: the end of the turn."""
+        self._draws.append(draws)
         self.ids.append(token)
         self._ends.append(self._decoded)
 
-    def go_on_from(self, ids: Sequence[int]) -> None:
+    def draws_after(self, num_ids: int) -> int:
+        """How many random numbers the first num_ids ids took: sampling may be further already."""
+        return self._draws[num_ids - 1]
+
+    def go_on_from(self, ids: Sequence[int], draws: int) -> None:
         """Begin with what was said before, without showing it again."""
         show, self.on_text = self.on_text, lambda text: None
         for token in ids:
-            self.push(token)
+            self.push(token, draws)
         self.on_text = show
 
     def finish(self) -> None:

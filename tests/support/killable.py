@@ -94,7 +94,10 @@ def _child(
             _announce(chat.conversation, "_finish", lambda: tell("finish"))
             chat.conversation.send(
                 text,
-                TurnOptions(SamplingOptions(temperature=0), max_tokens=options["max_tokens"]),
+                TurnOptions(
+                    SamplingOptions(temperature=options.get("temperature", 0)),
+                    max_tokens=options["max_tokens"],
+                ),
                 Listener(on_text=lambda piece: tell("text", piece)),
             )
             tell("done")
