@@ -109,7 +109,7 @@ def _reason(plan: dict[str, Any], regret_ms: float | None) -> list[str]:
     if chosen == "none":
         return ["Nothing had to be restored."]
     took = f"{_ms(plan['predicted_ms'])} expected, {_ms(plan['actual_ms'])} taken"
-    said = f"It was restored by: {NAMES[chosen]}: {took}"
+    said = f"It was decided to {VERBS[chosen]}: {took}"
     others = {way: ms for way, ms in ways.items() if way != chosen}
     if not others:
         return [f"{said}; there was no other way."]

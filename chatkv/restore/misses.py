@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from chatkv.engine.sequence import TokenSequence
-from chatkv_store.blocks import BlockStore, Match
+from chatkv_store.blocks import BlockStore, Match, StoredBlock
 from chatkv_store.errors import StoreError
 from chatkv_store.keys import unpack_ids
 from chatkv_store.layout import KVLayout
@@ -43,6 +43,13 @@ def departure_on_disk(match: Match | None, ids: Sequence[int]) -> Departure | No
     if at >= len(ids):
         return None
     return Departure(at, ids[at], unpack_ids(last.header.ids)[last.num_tokens], "disk")
+
+
+def num_missing(stored: Sequence[StoredBlock | None], in_pool: int, history: int) -> int:
+    """Tokens of the history whose KV is neither among the first in_pool ones nor `stored`."""
+    spans = [(b.start, b.start + b.num_tokens) for b in stored if b is not None]
+    found = sum(max(0, min(stop, history) - max(start, in_pool)) for start, stop in spans)
+    return max(0, history - in_pool - found)
 
 
 def cause(store: BlockStore, namespace: bytes, ids: Sequence[int], found: int) -> str:

@@ -21,7 +21,13 @@ from chatkv.restore.both_ends import BothEnds
 from chatkv.restore.calibration import Calibration, Progress, calibrate
 from chatkv.restore.cost import CostFile
 from chatkv.restore.layers import Arrived, LayerLoad
-from chatkv.restore.misses import Departure, cause, departure_in_memory, departure_on_disk
+from chatkv.restore.misses import (
+    Departure,
+    cause,
+    departure_in_memory,
+    departure_on_disk,
+    num_missing,
+)
 from chatkv.restore.plan import Plan, Situation, Wanted, choose, survey
 from chatkv.restore.saver import DiskTier, Saver, pool_bits
 from chatkv_store.blocks import Match, StoredBlock
@@ -164,7 +170,7 @@ class Restorer:
             result = self._reload(sequence, planned.match, result, on_progress)
         elif planned.plan.chosen == "both":
             result = replace(result, arriving=self._load_from_the_end(sequence, planned))
-        return replace(result, notices=self._alarm(sequence, planned))
+        return replace(result, notices=self._alarm(planned))
 
     def bring_back(self, sequence: TokenSequence, ids: Sequence[int]) -> None:
         """Load what is stored of the KV of `ids`, and compute nothing."""
@@ -352,20 +358,15 @@ class Restorer:
         with suppress(StoreError):  # else it stays damaged, and stays a miss
             self._saver.replace(sequence, damaged)
 
-    def _alarm(self, sequence: TokenSequence, planned: Planned) -> tuple[str, ...]:
+    def _alarm(self, planned: Planned) -> tuple[str, ...]:
         """History that has to be computed again although nobody asked for it is always said."""
-        history, in_pool = planned.situation.history, planned.situation.in_pool
-        is_there = set(range(in_pool))
-        for block in planned.stored:
-            if block is not None:
-                is_there.update(range(block.start, block.start + block.num_tokens))
-        missing = history - len(is_there & set(range(history)))
-        if missing <= 0:
+        history, match = planned.situation.history, planned.match
+        missing = num_missing(planned.stored, planned.situation.in_pool, history)
+        if not missing:
             return ()
         why = "nothing is kept on disk"
-        if self.disk is not None:
-            found = planned.match.num_tokens if planned.match is not None else 0
-            why = cause(self.disk.store, self.disk.namespace, planned.ids[:history], found)
-            if planned.match is not None and planned.match.miss is not None:
-                why = f"{planned.match.miss}; {why}"
+        if self.disk is not None and match is not None:
+            ids = planned.ids[:history]
+            why = cause(self.disk.store, self.disk.namespace, ids, match.num_tokens)
+            why = f"{match.miss}; {why}" if match.miss else why
         return (f"{missing} tokens of history have no stored KV and are computed again: {why}",)

@@ -50,7 +50,7 @@ def test_why_tells_what_the_choice_cost(ask: Program, program: Program) -> None:
     best = min(told["alternatives_ms"].values())
     assert kept["regret_ms"] == pytest.approx(told["actual_ms"] - best, abs=0.02)
     words = program("why", session).out
-    assert "It was restored by: compute everything again" in words
+    assert "It was decided to compute everything again" in words
     assert "expected" in words and "taken; to reload from disk would have taken about" in words
     assert "of them once more" in words
 
