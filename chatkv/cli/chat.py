@@ -1,131 +1,77 @@
-"""`chatkv chat`: a conversation line by line, in any terminal."""
+"""`chatkv chat` and `chatkv resume`: a conversation in full screen, or line by line."""
 
 from __future__ import annotations
 
-import sys
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import click
 
-from chatkv.cli.answer import (
-    Interrupt,
-    Status,
-    chat_options,
-    chat_request,
-    say,
-    shown,
-    summary,
-    turn_options,
-)
-from chatkv.cli.output import plural
-from chatkv.client import connect
-from chatkv.errors import ContextFull
+from chatkv.cli import full_screen, plain
+from chatkv.cli.answer import chat_options, chat_request, turn_options
+from chatkv.cli.stores import complete_session, open_conversations
+from chatkv.client import ChatRequest
 from chatkv.paths import folders
 
-if TYPE_CHECKING:
-    from chatkv.client import Chat
-    from chatkv.session.turn import TurnOptions
-
-PROMPT = "> "
+PLAIN = click.option(
+    "--plain", is_flag=True, help="Line by line: append-only, for any terminal or screen reader."
+)
 
 
 @click.command()
+@PLAIN
 @chat_options
 def chat(**arguments: Any) -> None:
-    """Chat with a model, line by line.
+    """Chat with a model.
 
-    A line that ends with a backslash goes on in the next. Ctrl-C stops an answer and keeps what
-    was said; at the prompt, or twice, it leaves. So does Ctrl-D.
+    In full screen where the terminal can, F1 shows the keys; line by line with --plain, in pipes,
+    with TERM=dumb or CHATKV_A11Y=1. There a line that ends with a backslash goes on in the next.
+    Ctrl-C stops an answer and keeps what was said; at the prompt, or twice, it leaves.
     """
-    request = chat_request(arguments)
-    options = turn_options(arguments)
-    status = Status()
-    status.show("starting")
-    try:
-        with connect(folders(), request, status.progress, where="start") as opened:
-            status.clear()
-            for notice in opened.notices:
-                say(f"chatkv: {notice}")
-            _greet(opened)
-            interrupt = Interrupt()
-            try:
-                _converse(opened, options, arguments["system"], status, interrupt)
-            except KeyboardInterrupt:
-                if interrupt.was_second:
-                    raise
-                click.echo()  # between an answer and the prompt: as at the prompt
-        if opened.num_unsaved:
-            turns = plural(opened.num_unsaved, "turn")
-            say(f"chatkv: {turns} of this conversation could not be saved")
-    finally:
-        status.clear()
+    _chat(arguments)
 
 
-def _greet(chat: Chat) -> None:
-    """What is open, and the end of the conversation so far."""
-    if not chat.is_resumed:
-        say(f"{chat.model} · new session {chat.session} · Ctrl-D leaves")
+@click.command()
+@click.argument("session", shell_complete=complete_session, metavar="SESSION")
+@PLAIN
+@chat_options
+def resume(session: str, **arguments: Any) -> None:
+    """Go on with a conversation.
+
+    SESSION is an id, the start of one (4 characters or more) or an exact title.
+    """
+    _chat(arguments | {"resume": session, "resume_last": False, "system": None})
+
+
+# What names a session, or begins one, has no place where the session is the argument.
+resume.params = [
+    param for param in resume.params if param.name not in ("resume", "resume_last", "system")
+]
+
+
+def _chat(arguments: dict[str, Any]) -> None:
+    request, options = chat_request(arguments), turn_options(arguments)
+    if arguments["plain"] or not full_screen.is_possible():
+        plain.converse(request, options, request.system)
         return
-    say(
-        f"{chat.model} · session {chat.session} · {chat.title or 'untitled'} · "
-        f"{plural(len(chat.turns), 'turn')}, {plural(chat.num_tokens, 'token')}"
-    )
-    if chat.turns:
-        last = chat.turns[-1]
-        mark = " [interrupted]" if last.state == "interrupted" else ""
-        say(f"{PROMPT}{last.user}\n{last.reply}{mark}")
+    left = full_screen.show(_found(request), options)
+    if left.goes_on_plain:
+        on = ChatRequest(resume=left.session) if left.session else request
+        plain.converse(on, options, on.system)
 
 
-def _converse(
-    chat: Chat,
-    options: TurnOptions,
-    system: str | None,
-    status: Status,
-    interrupt: Interrupt,
-) -> None:
-    from chatkv.session.turn import Listener
+def _found(request: ChatRequest) -> ChatRequest:
+    """The request with its session's id; what it names wrongly is said before anything is shown."""
+    if request.resume is not None or request.resume_last:
+        from chatkv.session.request import find
 
-    def show(piece: str) -> None:
-        status.clear()
-        sys.stdout.write(shown(piece))
-        sys.stdout.flush()
+        with open_conversations() as store:
+            store.recover()  # an answer that a crash cut off is shown as such
+            session = find(store, request).session
+        assert session is not None  # else it was refused
+        request = replace(request, resume=session.id, resume_last=False)
+    if request.model is not None:
+        from chatkv.model.catalog import find_model
 
-    listener = Listener(show, status.progress, interrupt)
-    with suppress(ImportError):
-        import readline  # noqa: F401  # gives input() editing and history
-    while (text := _read()) is not None:
-        if not text.strip():
-            continue
-        try:
-            with interrupt.listening():
-                result = chat.send(text, options, listener, system)
-        except ContextFull as error:
-            say(f"chatkv: {error}")
-            continue
-        system = None
-        click.echo("" if result.text.endswith("\n") else "\n", nl=False)
-        for notice in result.notices:
-            say(f"chatkv: {notice}")
-        if sys.stderr.isatty():
-            say(click.style(summary(result), dim=True))
-
-
-def _read() -> str | None:
-    """The next message, None at the end of input or on Ctrl-C at the prompt."""
-    lines: list[str] = []
-    prompt = PROMPT if sys.stdin.isatty() else ""
-    try:
-        while True:
-            line = input(prompt if not lines else "… " * bool(prompt))
-            if not line.endswith("\\"):
-                return "\n".join([*lines, line])
-            lines.append(line[:-1])
-    except EOFError:
-        if lines:
-            return "\n".join(lines)
-    except KeyboardInterrupt:
-        pass
-    if prompt:
-        click.echo()
-    return None
+        find_model(request.model, folders().cache)
+    return request

@@ -23,7 +23,8 @@ from chatkv.errors import ChatkvError
 
 # name -> (where it is, what it does). Help and completion of names need no import of these.
 COMMANDS = {
-    "chat": ("chatkv.cli.chat:chat", "Chat with a model, line by line."),
+    "chat": ("chatkv.cli.chat:chat", "Chat with a model."),
+    "resume": ("chatkv.cli.chat:resume", "Go on with a conversation."),
     "ask": ("chatkv.cli.ask:ask", "Ask one question and print the answer."),
     "serve": ("chatkv.cli.serve:serve", "Be the engine that all of chatkv talks to."),
     "status": ("chatkv.cli.serve:status", "Show what the engine has loaded and is doing."),

@@ -34,13 +34,13 @@ class ChatScreen(Screen[None]):
     """`facts` is the conversation as the engine told it last, None until it has; `answering` the
     turn that is being answered."""
 
-    CSS = """
+    DEFAULT_CSS = """
     #title { height: 1; padding: 0 1; color: $text-muted; }
     #body { height: 1fr; layout: horizontal; }
     ChatScreen.-short #title { display: none; }
     ChatScreen.-narrow #body { layout: vertical; }
     ChatScreen.-narrow TimelinePanel {
-        width: 100%; height: 50%; border-left: none; border-top: solid $primary;
+        width: 100%; height: 65%; border-left: none; border-top: solid $primary;
     }
     """
 
@@ -56,7 +56,7 @@ class ChatScreen(Screen[None]):
         self.answering: TurnView | None = None
         self.is_open = False
         self.asked = ""  # what is being answered, to be given back where it is refused
-        self._values, self._on_full = values, on_full
+        self._values, self._on_full, self._keymap = values, on_full, start.keymap
         self._status = Status()
         self._progress = NONE
         self._flush: Timer | None = None
@@ -67,7 +67,7 @@ class ChatScreen(Screen[None]):
             yield ConversationView()
             yield TimelinePanel()
         yield Suggestions()
-        yield Composer(self._values)
+        yield Composer(self._values, self._keymap)
         yield ProgressLine()
         yield StatusLine()
 

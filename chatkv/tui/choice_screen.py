@@ -36,7 +36,9 @@ class ChoiceScreen(ModalScreen[str | None]):
         border: round $primary; background: $surface; padding: 0 1;
     }
     ChoiceScreen Static { margin: 0 0 1 0; }
-    ChoiceScreen OptionList { height: auto; border: none; padding: 0; background: $surface; }
+    ChoiceScreen OptionList, ChoiceScreen OptionList:focus {
+        height: auto; border: none; padding: 0; background: $surface;
+    }
     ChoiceScreen.-narrow > Vertical { width: 100%; max-height: 100%; }
     """
 

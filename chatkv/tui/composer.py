@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Mapping
 
 from textual import events
-from textual.actions import SkipAction
-from textual.binding import BindingType
 from textual.widgets import TextArea
 
 from chatkv.tui import commands
 from chatkv.tui.folding import Folds
 from chatkv.tui.history import History
-from chatkv.tui.keys import COMPOSER
+from chatkv.tui.keys import COMPOSER, lookup
 from chatkv.tui.messages import Submitted, Typed
 
 
 class Composer(TextArea):
-    """Posts Submitted and Typed. `values` gives what completes a command's argument."""
+    """Posts Submitted and Typed. `values` gives what completes a command's argument.
 
-    BINDINGS: ClassVar[list[BindingType]] = [key.binding(priority=True) for key in COMPOSER]
+    Its keys are no bindings of Textual's: one that goes before what the input does with a key is
+    run as soon as the key arrives, which in a burst is before the letters in front of it are there.
+    """
+
     DEFAULT_CSS = """
     Composer, Composer:focus {
         height: auto; min-height: 2; max-height: 9; padding: 0 1;
@@ -28,7 +28,11 @@ class Composer(TextArea):
     }
     """
 
-    def __init__(self, values: Callable[[str], list[str]] = lambda name: []) -> None:
+    def __init__(
+        self,
+        values: Callable[[str], list[str]] = lambda name: [],
+        keymap: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(
             id="input",
             soft_wrap=True,
@@ -37,6 +41,7 @@ class Composer(TextArea):
             placeholder="Message, or / for commands",
         )
         self._values = values
+        self._keys = lookup(COMPOSER, keymap or {})
         self._folds = Folds()
         self.sent_lines = History()
 
@@ -58,15 +63,22 @@ class Composer(TextArea):
 
     # --- keys -----------------------------------------------------------------------------------
 
-    def action_send(self) -> None:
+    async def _on_key(self, event: events.Key) -> None:
+        """One of our keys, unless it has nothing to do here: then it is the text's."""
+        action = self._keys.get(event.key)
+        if action is not None and getattr(self, f"_{action}")():
+            event.stop()
+            event.prevent_default()
+
+    def _send(self) -> bool:
         row, column = self.cursor_location
         if self.document[row][:column].endswith("\\"):
             self.action_delete_left()
-            self.insert("\n")
-            return
+            return self._newline()
         text = self.unfolded
         if text.strip():
             self.post_message(Submitted(text))
+        return True
 
     def sent(self) -> None:
         """What was submitted has been taken: make room for the next."""
@@ -74,40 +86,39 @@ class Composer(TextArea):
         self.text = ""
         self._folds.clear()
 
-    def action_newline(self) -> None:
+    def _newline(self) -> bool:
         self.insert("\n")
+        return True
 
-    def action_older(self) -> None:
-        if self.cursor_location[0] > 0:
-            raise SkipAction
-        self._recall(self.sent_lines.older(self.text))
+    def _older(self) -> bool:
+        is_first = self.cursor_location[0] == 0
+        return is_first and self._recall(self.sent_lines.older(self.unfolded))
 
-    def action_newer(self) -> None:
-        if self.cursor_location[0] < self.document.line_count - 1:
-            raise SkipAction
-        self._recall(self.sent_lines.newer())
+    def _newer(self) -> bool:
+        is_last = self.cursor_location[0] == self.document.line_count - 1
+        return is_last and self._recall(self.sent_lines.newer())
 
-    def action_complete(self) -> None:
+    def _complete(self) -> bool:
         found = self.suggestions()
-        if not found:
-            raise SkipAction
         start = commands.common_start(found)
-        if len(found) == 1:
-            start += "" if " " in start else " "
+        if len(found) == 1 and " " not in start:
+            start += " "
         if len(start) > len(self.text):
             self.put(start)
+        return bool(found)
 
-    def action_unfold(self) -> None:
+    def _unfold(self) -> bool:
         """Show pastes as they are; a very long one may take a while to lay out."""
         whole = self.unfolded
         self._folds.clear()
         self.text = whole
         self.move_cursor(self.document.end)
+        return True
 
-    def action_leave(self) -> None:
-        if self.text:
-            raise SkipAction
-        self.app.exit()
+    def _leave(self) -> bool:
+        if not self.text:
+            self.post_message(Submitted("/quit"))
+        return not self.text
 
     def action_delete_left(self) -> None:
         """A folded paste goes as one."""
@@ -128,7 +139,8 @@ class Composer(TextArea):
         event.stop()
         self.post_message(Typed(self.text))
 
-    def _recall(self, line: str | None) -> None:
+    def _recall(self, line: str | None) -> bool:
         if line is not None:
             self._folds.clear()
             self.put(line)
+        return line is not None

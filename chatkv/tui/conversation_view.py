@@ -39,7 +39,7 @@ class TurnView(Vertical, can_focus=True):
     DEFAULT_CSS = """
     TurnView { height: auto; margin: 0 0 1 0; padding: 0 1 0 0; border-left: blank; }
     TurnView:focus { border-left: thick $accent; }
-    TurnView .user { color: $primary; text-style: bold; margin: 0 0 1 0; }
+    TurnView .user { color: $text-primary; text-style: bold; margin: 0 0 1 0; }
     TurnView .mark, Notice { color: $text-muted; text-style: italic; }
     TurnView .mark { display: none; }
     TurnView .mark.-on { display: block; margin: 1 0 0 0; }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from textual.binding import Binding
@@ -61,6 +61,13 @@ TURN = (
 )
 FIRST = ("interrupt", "copy", "quit")  # though an input would take them too
 GROUPS = {"Anywhere": APP, "In the input": COMPOSER, "On a turn": TURN}
+
+
+def lookup(keys: Iterable[Key], keymap: Mapping[str, str]) -> dict[str, str]:
+    """Every single key -> its action."""
+    return {
+        one.strip(): key.action for key in keys for one in keymap.get(key.name, key.keys).split(",")
+    }
 
 
 def check(keymap: Mapping[str, str]) -> dict[str, str]:

@@ -92,8 +92,8 @@ class TimelinePanel(VerticalScroll, can_focus=False):
 
     def _paint(self) -> None:
         width = max(20, self.size.width)
-        title = [f"Turn {self._turn}", ""] if self._stats else []
-        lines = [*title, *timeline.lines(self._stats, width)]
+        lines = [f"Turn {self._turn}"] if self._stats else []
+        lines += timeline.lines(self._stats, width)
         if self._why:
             lines += ["", *self._why]
         self.query_one("#timeline-text", Static).update(printable("\n".join(lines)))

@@ -10,7 +10,8 @@ from chatkv.session.turn import TurnOptions
 
 _SAMPLING = {"temperature": float, "top-p": float, "top-k": int, "min-p": float}
 _RESTORE = ("auto", "reload", "re-prefill", "both")
-NAMES = (*_SAMPLING, "max-tokens", "seed", "restore", "exact")
+_OVERFLOW = ("refuse", "shift", "recompute")
+NAMES = (*_SAMPLING, "max-tokens", "seed", "restore", "exact", "overflow")
 
 
 def shown(options: TurnOptions) -> str:
@@ -21,6 +22,7 @@ def shown(options: TurnOptions) -> str:
         "seed": "the session's" if options.seed is None else options.seed,
         "restore": options.restore,
         "exact": "yes" if options.exact else "no",
+        "overflow": options.overflow,
     }
     return " · ".join(f"{name} {value}" for name, value in (sampling | rest).items())
 
@@ -43,6 +45,8 @@ def changed(options: TurnOptions, name: str, value: str) -> TurnOptions:
         raise UsageError(f"/set {name}: {value} is no number") from None
     if name == "restore" and value in _RESTORE:
         return replace(options, restore=value)  # type: ignore[arg-type]  # one of Wanted
+    if name == "overflow" and value in _OVERFLOW:
+        return replace(options, overflow=value)  # type: ignore[arg-type]  # one of Overflow
     if name == "exact" and value in ("yes", "no"):
         return replace(options, exact=value == "yes")
     if name in NAMES:

@@ -151,19 +151,26 @@ class Verbs:
     def on_full(self, why: str) -> None:
         """The message does not fit: nothing is cut off silently, so the user chooses."""
         choices = [
+            Choice("shift", "Let the oldest turns leave the model's view, and send it"),
             Choice("new", "Begin another conversation"),
             Choice("edit", "Go back: change an earlier message and send it again"),
             Choice("fork", "Fork: keep this one, and go on from an earlier turn in another"),
         ]
 
         def chosen(key: str | None) -> None:
-            if key == "new":
+            if key == "shift":
+                self._app.run_worker(self._send_shifted())
+            elif key == "new":
                 self._app.run_worker(self.run(Call("new")))
             elif key is not None:
                 self._app.action_turns()
                 self._app.notify(f"Choose a turn with the arrows, then press {key[0]}.")
 
         self._app.push_screen(ChoiceScreen("The context is full", why, choices), chosen)
+
+    async def _send_shifted(self) -> None:
+        self.options = replace(self.options, overflow="shift")
+        await self.submit(self._chat.composer.unfolded)
 
     # --- commands -------------------------------------------------------------------------------
 
