@@ -16,9 +16,10 @@ from statistics import median
 # Tokens per prefill chunk where nobody waits: the unit of progress and of cancelling. 256 lost 10%
 # of the rate on two cores, 1024 won 2% and doubled the wait for Ctrl-C.
 CHUNK_TOKENS = 512
-# Beside running answers, at least so much that a prefill gets on; and steps have multiples of this
-# in rows, since libraries prepare a kernel for each number of rows.
-LEAST_TOKENS = 8
+# Beside running answers, at least so much that a prefill gets on.
+LEAST_TOKENS = 16
+# Steps have multiples of so many rows: libraries prepare a kernel for each number of rows.
+ROWS = 8
 # Of so many steps with prefill in a row, one is left out, to learn what steps take without it.
 PROBE_STEPS = 32
 
@@ -43,7 +44,7 @@ class StepBudget:
         nearest = min(self._token_s, key=lambda known: abs(known - num_decoding))
         spare_s = median(self._plain_s[num_decoding]) * (self.max_stall - 1)
         tokens = int(min(spare_s / median(self._token_s[nearest]), CHUNK_TOKENS))
-        rows = (num_decoding + tokens) // LEAST_TOKENS * LEAST_TOKENS
+        rows = (num_decoding + tokens) // ROWS * ROWS
         return max(LEAST_TOKENS, rows - num_decoding)
 
     def observe(self, num_decoding: int, num_prefilled: int, seconds: float) -> None:

@@ -6,6 +6,7 @@ sequence writes its KV into the pool and moves `num_cached`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -95,14 +96,14 @@ class Engine:
             )
         assert sequence.num_cached < total, "prefill needs at least one token to compute"
         self.reserve(sequence, cancelled)
-        logits = None
+        since, logits = time.monotonic(), None
         while sequence.num_cached < total:
             if cancelled is not None and cancelled():
                 raise Cancelled
-            piece = Piece(sequence, sequence.num_cached, total, is_background=is_background)
+            start = sequence.num_cached
+            piece = Piece(sequence, start, total, since, is_background=is_background)
             if arriving is not None:
-                gap = arriving.next_gap(sequence.num_cached, total, CHUNK_TOKENS)
-                piece.start, piece.stop = gap
+                piece.start, piece.stop = arriving.next_gap(start, total, CHUNK_TOKENS)
                 piece.wait_layer = arriving.wait_layer
                 if piece.wait_layer is None:  # else what is in front of it is not there yet
                     sequence.num_cached = piece.start

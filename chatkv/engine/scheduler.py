@@ -24,9 +24,11 @@ from torch import Tensor
 from chatkv.engine.budget import LEAST_TOKENS, StepBudget
 from chatkv.engine.sequence import TokenSequence
 
-# How long a step waits for a turn that is still busy with what the last step gave it. One that is
-# late is not waited for again until it has asked; but for some steps, prefill is kept short for it.
+# How long a step waits for a turn that is still busy with what the last step gave it: so much, or
+# a part of what the last step took, since that is what missing one costs. A turn that is late is
+# not waited for again until it has asked; but for some steps, prefill is kept short for it.
 GRACE_S = 0.005
+GRACE = 0.25
 LATE_STEPS = 4
 # How often a turn that waits asks whether it is cancelled.
 POLL_S = 0.05
@@ -54,6 +56,7 @@ class Piece:
     sequence: TokenSequence
     start: int
     stop: int
+    since: float = 0.0  # when its turn began to prefill
     is_decode: bool = False
     is_background: bool = False
     wait_layer: Callable[[int], None] | None = None
@@ -75,6 +78,7 @@ class Scheduler:
     forward: Callable[[Sequence[Piece]], Sequence[Tensor]]
     budget: StepBudget = field(default_factory=StepBudget)
     num_steps: int = 0
+    _step_s: float = 0.0  # that the last step took
     _pending: list[Piece] = field(default_factory=list)
     _last_steps: dict[TokenSequence, int] = field(default_factory=dict)  # of turns that go on
     _thread: threading.Thread | None = None
@@ -145,7 +149,7 @@ class Scheduler:
         """What the next step computes; None: closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._pending or self._is_closed)
-            self._changed.wait_for(self._has_everyone, GRACE_S)
+            self._changed.wait_for(self._has_everyone, max(GRACE_S, GRACE * self._step_s))
             if self._is_closed:
                 for piece in self._pending:
                     piece.error = EngineClosed("the engine was closed")
@@ -190,7 +194,8 @@ class Scheduler:
             for piece, logits in zip(pieces, self.forward(pieces), strict=True):
                 piece.logits = logits
                 piece.sequence.num_cached = piece.stop
-            self.budget.observe(num_decoding, num_prefilled, time.perf_counter() - began)
+            self._step_s = time.perf_counter() - began
+            self.budget.observe(num_decoding, num_prefilled, self._step_s)
         except BaseException as error:  # nobody may wait for a thread that has ended
             for piece in pieces:
                 piece.error = error
@@ -199,20 +204,29 @@ class Scheduler:
 
 
 def divide(prefills: Sequence[Piece], tokens: int) -> list[Piece]:
-    """Share a step's tokens of prefill fairly: what one does not need, the others get. Background
-    work gets what those before it leave, unless it had to wait for long. Pieces that get a part are
-    cut to it."""
-    batch: list[Piece] = []
-    for is_first in (True, False):
+    """Share a step's tokens of prefill: half of them go to whoever has waited longest, so that each
+    has its turn, the others to the shortest pieces first, so that most need not wait. Background
+    work gets what is left then, unless many steps had nothing left. Pieces are cut to their parts.
+    """
+    shares: dict[Piece, int] = {}
+
+    def give(piece: Piece, most: int) -> None:
+        nonlocal tokens
+        part = min(piece.length - shares.get(piece, 0), most)
+        if part > 0:
+            shares[piece] = shares.get(piece, 0) + part
+            tokens -= part
+
+    for is_last in (False, True):
         group = [
             piece
             for piece in prefills
-            if is_first is not (piece.is_background and piece.num_passed_over < MAX_PASSED_OVER)
+            if is_last is (piece.is_background and piece.num_passed_over < MAX_PASSED_OVER)
         ]
-        for index, piece in enumerate(sorted(group, key=lambda piece: piece.length)):
-            share = min(piece.length, tokens // (len(group) - index))
-            if share:
-                piece.stop = piece.start + share
-                batch.append(piece)
-                tokens -= share
-    return batch
+        if group:
+            give(min(group, key=lambda piece: piece.since), (tokens + 1) // 2)
+        for piece in sorted(group, key=lambda piece: piece.length):
+            give(piece, tokens)
+    for piece, share in shares.items():
+        piece.stop = piece.start + share
+    return list(shares)

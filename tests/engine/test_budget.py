@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatkv.engine.budget import CHUNK_TOKENS, LEAST_TOKENS, PROBE_STEPS, StepBudget
+from chatkv.engine.budget import CHUNK_TOKENS, LEAST_TOKENS, PROBE_STEPS, ROWS, StepBudget
 
 OBSERVATIONS = st.lists(
     st.tuples(st.integers(0, 64), st.integers(0, 600), st.floats(1e-6, 1e3)), max_size=60
@@ -41,15 +41,15 @@ def test_it_comes_to_what_the_stall_permits(fixed: float, token: float, answers:
     tokens = run(StepBudget(), 100, answers, fixed, token)
     if tokens > LEAST_TOKENS:
         assert fixed + token * tokens <= fixed * StepBudget.max_stall * 1.001
-    if tokens <= CHUNK_TOKENS - LEAST_TOKENS:  # a little more would have been too much
-        assert fixed + token * (tokens + LEAST_TOKENS) >= fixed * StepBudget.max_stall * 0.999
+    if tokens <= CHUNK_TOKENS - ROWS:  # a little more would have been too much
+        assert fixed + token * (tokens + ROWS) >= fixed * StepBudget.max_stall * 0.999
 
 
 def test_it_follows_what_steps_take() -> None:
     budget = StepBudget()
-    assert run(budget, 100, 4, 0.02, 1e-3) < 12
+    assert run(budget, 100, 4, 0.02, 1e-3) == LEAST_TOKENS
     assert run(budget, 200, 4, 0.02, 1e-4) > 80
-    assert run(budget, 200, 4, 0.02, 1e-3) < 12
+    assert run(budget, 200, 4, 0.02, 1e-3) == LEAST_TOKENS
     assert run(budget, 300, 4, 0.10, 1e-3) > 40, "steps without prefill are measured anew"
 
 

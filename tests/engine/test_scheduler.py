@@ -21,7 +21,9 @@ from chatkv.engine.scheduler import (
 from chatkv.engine.sequence import TokenSequence
 from small_engine import Turn
 
-PIECES = st.lists(st.tuples(st.integers(1, 600), st.booleans(), st.integers(0, 40)), max_size=12)
+PIECES = st.lists(
+    st.tuples(st.integers(1, 600), st.floats(0, 9), st.booleans(), st.integers(0, 40)), max_size=12
+)
 
 
 def piece(length: int, **options: object) -> Piece:
@@ -33,10 +35,10 @@ def piece(length: int, **options: object) -> Piece:
 
 @settings(max_examples=50)
 @given(PIECES, st.integers(1, 512))
-def test_a_step_is_filled_and_shared_evenly(
-    wanted: list[tuple[int, bool, int]], tokens: int
+def test_a_step_is_filled_and_shared(
+    wanted: list[tuple[int, float, bool, int]], tokens: int
 ) -> None:
-    pieces = [piece(n, is_background=b, num_passed_over=p) for n, b, p in wanted]
+    pieces = [piece(n, since=s, is_background=b, num_passed_over=p) for n, s, b, p in wanted]
     lengths = {p: p.length for p in pieces}
     batch = divide(pieces, tokens)
     assert len(set(batch)) == len(batch)
@@ -45,12 +47,16 @@ def test_a_step_is_filled_and_shared_evenly(
     got = {p: p.length if p in batch else 0 for p in pieces}
     first = [p for p in pieces if not p.is_background or p.num_passed_over >= MAX_PASSED_OVER]
     last = [p for p in pieces if p not in first]
-    for group in (first, last):
-        cut = [got[p] for p in group if got[p] < lengths[p]]
-        if cut:  # nobody has more than who wanted more, but for what does not divide evenly
-            assert max(got[p] for p in group) <= min(cut) + 1
     if any(got[p] for p in last):
         assert all(got[p] == lengths[p] for p in first)
+    for group, room in ((first, tokens), (last, tokens - sum(got[p] for p in first))):
+        if group:
+            oldest = min(group, key=lambda p: p.since)
+            assert got[oldest] >= min(lengths[oldest], room / 2), "nobody starves"
+            others = [p for p in group if p is not oldest]
+            cut = min((lengths[p] for p in others if got[p] < lengths[p]), default=601)
+            assert all(got[p] == lengths[p] for p in others if lengths[p] < cut)
+            assert not any(got[p] for p in others if lengths[p] > cut), "the shortest come first"
 
 
 # --- steps ------------------------------------------------------------------------------------
