@@ -1,0 +1,187 @@
+"""What the new tokens of a pass attend to: where their KV goes, and where that of the others lies.
+
+The decoder gives a layer's projections to a batch and gets back what its tokens saw. On a CPU each
+sequence is contiguous in memory, and one follows the other (`SpanBatch`); on a GPU all lie in
+blocks of one pool, and one kernel takes them together (`PagedBatch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from chatkv.model.config import ModelConfig
+from chatkv.model.norm import RmsNorm
+from chatkv.model.rope import RopeTable
+from chatkv_kernels.attention import decode_attention, prefill_attention
+from chatkv_kernels.paged_decode import paged_decode
+from chatkv_kernels.paged_prefill import paged_prefill
+from chatkv_kernels.rope import rope
+from chatkv_kernels.rope_write import rope_write
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What attention of one layer is, whatever it attends to. Norms are those of each head."""
+
+    config: ModelConfig
+    layer: int
+    rope: RopeTable
+    query_norm: RmsNorm | None = None
+    key_norm: RmsNorm | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.config.head_dim**-0.5
+
+    @property
+    def window(self) -> int | None:
+        return self.config.window(self.layer)
+
+
+class Batch(Protocol):
+    """The new tokens of some sequences, one after the other, and the KV of all their tokens."""
+
+    @property
+    def ends(self) -> Tensor | None:
+        """Each sequence's last new token, as a row of the pass; None: they have one each."""
+
+    def attend(self, attention: Attention, heads: Tensor) -> Tensor:
+        """Write the new tokens' KV, and return what each of them sees.
+
+        heads: [num_new, num_heads + 2 num_kv_heads, head_dim], queries, keys and values as they
+        were projected. Returns [num_new, num_heads * head_dim].
+        """
+
+
+class Span(Protocol):
+    """The new tokens of one sequence in a forward pass, and the KV of all its tokens."""
+
+    @property
+    def start(self) -> int:
+        """Tokens whose KV is already there: the position of the first new token."""
+
+    @property
+    def length(self) -> int:
+        """New tokens of this pass."""
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new tokens' KV ([length, num_kv_heads, head_dim] each) and return views of
+        everything up to them ([num_kv_heads, start + length, head_dim] each)."""
+
+
+class SpanBatch:
+    """Sequences one by one, each over views of its own KV (a `Batch`)."""
+
+    def __init__(self, spans: Sequence[Span], table: RopeTable) -> None:
+        self._spans = spans
+        ranges = [slice(span.start, span.start + span.length) for span in spans]
+        # cos and signed sin of every new token, [num_new, 1, head_dim] each.
+        if len(ranges) == 1:
+            self._cos, self._sin = table.cos[ranges[0]], table.signed_sin[ranges[0]]
+        else:
+            self._cos = torch.cat([table.cos[r] for r in ranges])
+            self._sin = torch.cat([table.signed_sin[r] for r in ranges])
+
+    @property
+    def ends(self) -> Tensor | None:
+        if len(self._spans) == self._cos.shape[0]:
+            return None
+        ends = torch.tensor([span.length for span in self._spans]).cumsum(0) - 1
+        return ends.to(self._cos.device)
+
+    def attend(self, attention: Attention, heads: Tensor) -> Tensor:
+        config = attention.config
+        num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
+        rotated = heads[:, : num_heads + num_kv_heads]
+        if attention.query_norm is not None and attention.key_norm is not None:
+            rotated = torch.cat(
+                [
+                    attention.query_norm(rotated[:, :num_heads]),
+                    attention.key_norm(rotated[:, num_heads:]),
+                ],
+                1,
+            )
+        rotated = rope(rotated, self._cos, self._sin)
+        queries, keys = rotated[:, :num_heads], rotated[:, num_heads:]
+        values = heads[:, num_heads + num_kv_heads :]
+        if len(self._spans) == 1:
+            return _attend_span(attention, self._spans[0], queries, keys, values)
+        out, start = [], 0
+        for span in self._spans:
+            part = slice(start, start + span.length)
+            out.append(_attend_span(attention, span, queries[part], keys[part], values[part]))
+            start += span.length
+        return torch.cat(out)
+
+
+def _attend_span(
+    attention: Attention, span: Span, queries: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    scale, window = attention.scale, attention.window
+    all_keys, all_values = span.extend(attention.layer, keys, values)
+    if span.length == 1:
+        out = decode_attention(queries[0], all_keys, all_values, scale, window)
+    else:
+        out = prefill_attention(queries, all_keys, all_values, scale, window)
+    return out.reshape(span.length, -1)
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """Sequences whose KV lies in blocks of one pool, in any order (a `Batch`).
+
+    Where each has one new token, nothing here reads a value from the device: such a pass can be
+    captured in a CUDA graph, and replayed over other values in the same tensors.
+
+    blocks: [num_blocks, num_layers, 2 (keys, values), num_kv_heads, block_tokens, head_dim];
+    positions: [num_new] int32; slots: [num_new] int64, where each new token's KV goes, below 0 for
+    a row that stands for nothing; block_table: [num_seqs, max_blocks] int32; lengths: [num_seqs]
+    int32, tokens of each sequence, the new ones included, 0 for one that stands for nothing;
+    starts: [num_seqs + 1] int32, the rows of sequence i are [starts[i], starts[i + 1]), None where
+    each has one; max_new: the most that one has. wait_layer: for KV that is still arriving.
+    """
+
+    blocks: Tensor
+    positions: Tensor
+    slots: Tensor
+    block_table: Tensor
+    lengths: Tensor
+    starts: Tensor | None = None
+    max_new: int = 1
+    wait_layer: Callable[[int], None] | None = None
+
+    @property
+    def ends(self) -> Tensor | None:
+        return None if self.starts is None else self.starts[1:].long() - 1
+
+    def attend(self, attention: Attention, heads: Tensor) -> Tensor:
+        if self.wait_layer is not None:
+            self.wait_layer(attention.layer)
+        keys, values = self.blocks[:, attention.layer, 0], self.blocks[:, attention.layer, 1]
+        query_norm, key_norm = attention.query_norm, attention.key_norm
+        queries = rope_write(
+            heads,
+            self.positions,
+            attention.rope.cos,
+            attention.rope.signed_sin,
+            keys,
+            values,
+            self.slots,
+            query_norm.weight if query_norm is not None else None,
+            key_norm.weight if key_norm is not None else None,
+            attention.config.norm_eps,
+        )
+        history = keys, values, self.block_table
+        scale, window = attention.scale, attention.window
+        if self.starts is None:
+            out = paged_decode(queries, *history, self.lengths, scale, window)
+        else:
+            out = paged_prefill(
+                queries, *history, self.starts, self.lengths, self.max_new, scale, window
+            )
+        return out.flatten(1)
