@@ -63,13 +63,16 @@ def compact(output: Output) -> None:
     """Give free pages back to the disk, by rewriting the file.
 
     The file of the cache never shrinks by itself: deleted KV leaves pages that new KV fills. This
-    takes room for a copy while it runs, and needs every chat and server to be closed.
+    takes room for a copy while it runs. An idle engine ends for it, and starts again when it is
+    needed; chats that compute by themselves have to be closed.
     """
+    from chatkv.client import engine
     from chatkv_store.compaction import compact as rewrite
 
     if not is_stored():
         output.note(NOTHING_STORED)
         return
+    engine.make_way(folders())
     done = rewrite(folders().kv)
     freed = done.before_bytes - done.after_bytes
     if output.is_human:

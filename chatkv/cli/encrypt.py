@@ -62,6 +62,7 @@ def on(yes: bool) -> None:
     Without CHATKV_KEY_FILE asks for a passphrase and leaves it with the system's keyring (needs
     the package keyring).
     """
+    from chatkv.client import engine
     from chatkv_store.encryption import find_passphrase, start_empty
 
     passphrase = find_passphrase()
@@ -71,6 +72,7 @@ def on(yes: bool) -> None:
         _leave_with_keyring(passphrase)
     else:
         _agree(yes)
+    engine.make_way(folders())
     start_empty(folders().make().kv, passphrase)
     click.echo("the KV cache is encrypted from now on, and empty", err=True)
     click.echo(WORDS_ARE_PLAIN, err=True)
@@ -80,9 +82,11 @@ def on(yes: bool) -> None:
 @YES
 def off(yes: bool) -> None:
     """Empty the KV cache, and keep it unencrypted from now on."""
+    from chatkv.client import engine
     from chatkv_store.encryption import start_empty
 
     _agree(yes)
+    engine.make_way(folders())
     start_empty(folders().make().kv, None)
     click.echo("the KV cache is not encrypted any more, and empty", err=True)
 

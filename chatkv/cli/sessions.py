@@ -23,6 +23,7 @@ from chatkv.cli.output import (
 from chatkv.cli.stores import complete_session, open_conversations, open_to_remove
 from chatkv.cli.table import Column
 from chatkv.errors import UsageError
+from chatkv.paths import folders
 from chatkv_store.errors import StoreError
 
 if TYPE_CHECKING:
@@ -171,11 +172,16 @@ def rm(output: Output, session: tuple[str, ...], yes: bool) -> None:
     Turns that a fork still uses stay with the fork. The KV cache is another matter: see
     `chatkv cache`.
     """
+    from chatkv.client import engine
+
     with open_conversations() as store:
         found = {one.id: one for one in map(store.get_session, session)}
         if not yes:
             _ask_before_deleting(list(found.values()))
-        num_turns = sum(store.delete_session(session_id) for session_id in found)
+        num_turns = 0
+        for session_id in found:
+            engine.release(folders(), session_id)
+            num_turns += store.delete_session(session_id)
     if output.is_human:
         output.note(f"deleted {plural(len(found), 'session')}, {plural(num_turns, 'turn')}")
     else:
@@ -192,12 +198,14 @@ def forget(output: Output, session: str, yes: bool) -> None:
     What other conversations share stays, and is said. Backups and what the disk itself keeps of
     overwritten sectors are beyond this program.
     """
+    from chatkv.client import engine
     from chatkv_store.forgetting import forget
 
     with open_conversations() as store, ExitStack() as opened:
         found = store.get_session(session)
         if not yes:
             _ask_before_deleting([found])
+        engine.release(folders(), found.id)
         blocks = open_to_remove()
         if blocks is not None:
             opened.enter_context(blocks)

@@ -96,6 +96,7 @@ class Hub:
                     self._close_idle(held)
                     return self._open(runtime, found, request)
                 held.used_at = self._clock()
+                held.conversation.journal.refresh()
                 return held
 
     @contextmanager

@@ -189,10 +189,17 @@ class Journal:
             return False
         self._is_new = self._is_new and not self._unsaved
         self._unsaved = []
+        self.refresh()
         if self._is_failing:
             self._is_failing = False
             self.notices.append("everything that was said is saved again")
         return True
+
+    def refresh(self) -> None:
+        """Learn the title that the session was given, by its first turn or by its user."""
+        with suppress(StoreError):
+            title = self.conversations.get_session(self.session.id).title
+            self.session = replace(self.session, title=title)
 
     def take_notices(self) -> list[str]:
         """The lines that were not shown yet; each is given once."""

@@ -1,14 +1,16 @@
-"""An engine that the tests of a file share, and the process switched on."""
+"""Models, and the program in this process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import io
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from chatkv.client.link import Link
-from engines import running_engine
+from chatkv.cli.main import run
+from program import Ran
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +24,19 @@ def slow_model(tiny_checkpoint: Callable[..., Path]) -> str:
     return str(tiny_checkpoint("llama3", num_hidden_layers=24, max_position_embeddings=4096))
 
 
-@pytest.fixture(scope="module")
-def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Link]:
-    """An engine for all tests of a file, in a home of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CHATKV_HOME", str(tmp_path_factory.mktemp("engine-home")))
-        patch.delenv("CHATKV_ENGINE")
-        with running_engine() as link:
-            yield link
+@pytest.fixture
+def program(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Ran]:
+    """`program("sessions", "ls")` runs that in this process; stdin is no terminal."""
+
+    def call(*arguments: str) -> Ran:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+        capsys.readouterr()
+        try:
+            code = run(arguments)
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Ran(code, *capsys.readouterr())
+
+    return call

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from chatkv.client import ChatRequest, connect, engine
@@ -23,10 +24,20 @@ _CONTEXT.set_forkserver_preload(["torch", "tokenizers", "jinja2", "uvicorn", "ch
 GREEDY = SamplingOptions(temperature=0)
 
 
+class Forked:
+    """An engine's process, as far as whoever has started one looks at it."""
+
+    def __init__(self, log: Path | None = None) -> None:
+        self.process = _CONTEXT.Process(target=_be_engine, args=(dict(os.environ),), daemon=True)
+        self.process.start()
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+
 def spawn() -> Any:
     """An engine in the home that is in force, once it answers; the process."""
-    process = _CONTEXT.Process(target=_be_engine, args=(dict(os.environ),), daemon=True)
-    process.start()
+    process = Forked().process
     eventually(lambda: engine.running(folders()) is not None or not process.is_alive())
     return process
 
