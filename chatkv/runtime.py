@@ -89,8 +89,7 @@ class Runtime:
         self.namespace = self.namespace_of(kv_codec)
         self._disk = self._usable(disk or self._own_disk())
         self._costs = CostFile(folders.costs)
-        self._restorers: dict[str, Restorer] = {}
-        self._scratch: Restorer | None = None
+        self._restorers: dict[tuple[str, str], Restorer] = {}
         self.restorer = self.restorer_for(kv_codec)
         self.load_model_ms = (time.perf_counter() - began) * 1e3
         # Tests and benchmarks that must not depend on the clock switch the measuring off.
@@ -114,20 +113,23 @@ class Runtime:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def namespace_of(self, kv_codec: str) -> bytes:
+    def namespace_of(self, kv_codec: str, owner: str = "") -> bytes:
         """Under which this model's KV is stored with a codec: codecs that give back the same bits
-        share one, and KV that a lossy codec has changed meets no other."""
+        share one, and KV that a lossy codec has changed meets no other. An owner's is its own."""
         try:
             family = codec_by_name(kv_codec).family
         except ValueError as error:
             raise UsageError(f"--kv-codec: {error}") from None
         weights, config = self.prepared.weights_digest, self.prepared.config.digest()
-        return kv_namespace(weights, config, self.layout, family)
+        shared = kv_namespace(weights, config, self.layout, family)
+        if not owner:
+            return shared
+        return hashlib.sha256(shared + owner.encode()).digest()[: len(shared)]
 
-    def restorer_for(self, kv_codec: str) -> Restorer:
-        """What restores and saves sessions that keep their KV with a codec."""
-        if kv_codec not in self._restorers:
-            namespace = self.namespace_of(kv_codec)
+    def restorer_for(self, kv_codec: str, owner: str = "") -> Restorer:
+        """What restores and saves an owner's sessions that keep their KV with a codec."""
+        if (kv_codec, owner) not in self._restorers:
+            namespace = self.namespace_of(kv_codec, owner)
             disk = None
             if self._disk is not None and self._disk.store and self._disk.writer:
                 store, writer = self._disk.store, self._disk.writer
@@ -135,23 +137,31 @@ class Runtime:
                     self._register(store, namespace, kv_codec)
                 disk = DiskTier(store, writer, namespace, kv_codec)
             device = self.engine.decoder.device.type
-            self._restorers[kv_codec] = Restorer(
+            self._restorers[kv_codec, owner] = Restorer(
                 self.engine,
                 self.layout,
                 disk,
                 self._costs,
-                self._cost_key(namespace),
+                self._cost_key(self.namespace_of(kv_codec)),  # costs are the machine's
                 f"{self.prepared.name}, {self.prepared.dtype}, {device}",
+                owner,
             )
-        return self._restorers[kv_codec]
+        return self._restorers[kv_codec, owner]
 
     def new_session(
-        self, title: str = "", seed: int | None = None, kv_codec: str | None = None
+        self,
+        title: str = "",
+        seed: int | None = None,
+        kv_codec: str | None = None,
+        owner: str = "",
     ) -> Session:
         """An empty session for this model, written with its first turn: a chat in which nothing is
-        said leaves none. Its seed is drawn now and kept."""
+        said leaves none. Its seed is drawn now and kept. `owner`: whose it is, where several share
+        the machine; KV of two owners never meets."""
         kv_codec = kv_codec or self.kv_codec
+        owned: dict[str, Any] = {"owner": owner} if owner else {}
         settings: dict[str, Any] = {
+            **owned,
             **self._resumed_with(kv_codec),
             "tokenizer": self._tokenizer_digest(),
             "seed": int.from_bytes(os.urandom(7), "big") if seed is None else seed,
@@ -159,7 +169,7 @@ class Runtime:
         return self.conversations.unsaved_session(
             title=title,
             model=self.prepared.name,
-            namespace=self.namespace_of(kv_codec).hex(),
+            namespace=self.namespace_of(kv_codec, owner).hex(),
             settings=settings,
         )
 
@@ -176,25 +186,25 @@ class Runtime:
                 "reads its tokens differently: leave --model out, or start a new session"
             )
         kv_codec = kv_codec or self.kv_codec
-        parts = self._parts(self.restorer_for(kv_codec), session.created_at)
+        owner = session.settings.get("owner", "")
+        parts = self._parts(self.restorer_for(kv_codec, owner), session.created_at)
         conversation = Conversation(parts, self.conversations, session)
         conversation.journal.held_with(
             self.prepared.name,
-            self.namespace_of(kv_codec).hex(),
+            self.namespace_of(kv_codec, owner).hex(),
             {**session.settings, **self._resumed_with(kv_codec)},
         )
         return conversation
 
     def forget(self, session_id: str) -> None:
         """Drop a session's KV from memory."""
-        for kv_codec in self._restorers:
-            self.restorer_for(kv_codec).forget(session_id)
+        for restorer in list(self._restorers.values()):
+            restorer.forget(session_id)
 
-    def scratch_parts(self) -> ModelParts:
-        """What answers requests that leave nothing behind (`scratch`)."""
-        if self._scratch is None:
-            self._scratch = Restorer(self.engine, self.layout, None, self._costs, "")
-        return self._parts(self._scratch, time.time())
+    def scratch_parts(self, owner: str = "") -> ModelParts:
+        """What answers an owner's requests that leave nothing behind (`scratch`)."""
+        scratch = Restorer(self.engine, self.layout, None, self._costs, "", realm=owner)
+        return self._parts(scratch, time.time())
 
     def status(self) -> dict[str, Any]:
         """What is loaded, and how much of its memory is taken."""

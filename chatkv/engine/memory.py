@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from chatkv.engine.pool import BLOCK_TOKENS, BlockPool
+from chatkv.engine.pool import BLOCK_TOKENS, Pool
 from chatkv.engine.sequence import TokenSequence
 from chatkv.errors import ContextFull
 
@@ -19,7 +19,7 @@ from chatkv.errors import ContextFull
 class Memory:
     """The sequences of one pool. max_idle_tokens: the KV that may stay without being in use."""
 
-    def __init__(self, pool: BlockPool, max_idle_tokens: int) -> None:
+    def __init__(self, pool: Pool, max_idle_tokens: int) -> None:
         self.pool, self.max_idle_tokens = pool, max_idle_tokens
         # The pool's own: it asks for room while it holds that, and we ask it while we hold ours.
         self._lock = pool.lock
@@ -29,11 +29,11 @@ class Memory:
         self._queue: list[TokenSequence] = []  # those that wait for room, the first one first
         pool.reclaim = self.reclaim
 
-    def sequence(self, name: str, is_shareable: bool = True) -> TokenSequence:
+    def sequence(self, name: str, is_shareable: bool = True, realm: str = "") -> TokenSequence:
         """The sequence called `name` (a session), with what KV of it is still here."""
         with self._lock:
             known = self._named.get(name)
-            return known or TokenSequence(name=name, is_shareable=is_shareable)
+            return known or TokenSequence(name=name, is_shareable=is_shareable, realm=realm)
 
     @contextmanager
     def use(self, sequence: TokenSequence) -> Iterator[None]:
@@ -60,7 +60,8 @@ class Memory:
     @property
     def num_idle_tokens(self) -> int:
         """Tokens in the blocks of sequences that are not in use."""
-        return sum(sequence.run.capacity for sequence in self._idle())
+        blocks = {block for sequence in self._idle() for block in sequence.run.blocks}
+        return len(blocks) * BLOCK_TOKENS
 
     def forget(self, name: str) -> None:
         """Drop the KV of a session that is not in use: it was deleted, or is a scratch one."""
@@ -78,8 +79,8 @@ class Memory:
                 self._named.pop(sequence.name, None)
 
     def share(self, sequence: TokenSequence, ids: Sequence[int]) -> int:
-        """Copy the KV of what another sequence begins with like `ids` where that is at least a
-        block more than `sequence` has; how many tokens were copied. The sequence is in use."""
+        """Take over the KV of what another sequence begins with like `ids` where that is at least
+        a block more than `sequence` has; of how many tokens. The sequence is in use."""
         with self._lock:  # no run moves or is given away meanwhile
             if not sequence.is_shareable or sequence.exact_until is not None:
                 return 0
@@ -87,24 +88,25 @@ class Memory:
             found = [
                 (other.version, other.common_prefix(ids), other)
                 for other in self._named.values()
-                if other is not sequence and other.is_shareable and other.exact_until is None
+                if other is not sequence
+                and other.realm == sequence.realm
+                and other.is_shareable
+                and other.exact_until is None
             ]
             version, theirs, longest = max(found, key=lambda one: one[1], default=(0, 0, sequence))
             # The last token is computed in any case, since its logits are wanted.
             theirs = min(theirs, len(ids) - 1)
             if theirs - mine < BLOCK_TOKENS:
                 return 0
-            self._in_use.append(longest)  # making room must not take what is to be copied
+            self._in_use.append(longest)  # making room must not take what is taken over
             try:
                 sequence.become(ids, mine)
-                self.pool.reserve(sequence.run, len(ids))
+                self.pool.adopt(sequence.run, len(ids), longest.run, mine, theirs)
             except ContextFull:
                 return 0
             finally:
                 self._in_use.remove(longest)
-            source = self.pool.slots(longest.run, mine, theirs)
-            self.pool.slots(sequence.run, mine, theirs).copy_(source)
-            if longest.version != version:  # its turn has begun to write over what was copied
+            if longest.version != version:  # its turn has begun to write over what was taken
                 return 0
             sequence.num_cached = theirs
             return theirs - mine

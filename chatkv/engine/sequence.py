@@ -13,7 +13,9 @@ class TokenSequence:
     """The token ids of one conversation, and how many of them have their KV in the pool.
 
     Invariant: KV of ids[:num_cached] is in `run`; num_cached <= len(ids). KV that a lossy codec
-    may have changed is not shareable. A sequence without a name keeps no KV when it is not in use.
+    may have changed is not shareable, and what is goes to sequences of the same realm: how fast an
+    answer comes must tell nobody what somebody else has said. A sequence without a name keeps no KV
+    when it is not in use.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -22,6 +24,7 @@ class TokenSequence:
     is_shareable: bool = True
     exact_until: int | None = None
     name: str | None = None
+    realm: str = ""
     version: int = 0  # while it is the same, ids and num_cached have only grown
 
     def common_prefix(self, ids: Sequence[int]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -75,8 +76,20 @@ class ChatTemplate:
         self._source = source or CHATML
         self._variables = dict(special_tokens or {})
         self._now = now
+        self._tools: list[Mapping[str, Any]] | None = None
         controls = sorted((text for text in control_texts if text), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, controls)) or r"(?!)")
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
+        """The same template, told of the functions that the model may call (in OpenAI's form)."""
+        template = copy(self)
+        template._tools = list(tools) if tools else None
+        return template
+
+    @property
+    def source(self) -> str:
+        """The template itself."""
+        return self._source
 
     @classmethod
     def from_prepared(
@@ -137,7 +150,7 @@ class ChatTemplate:
         variables = {
             **self._variables,
             "messages": [dict(message) for message in messages],
-            "tools": None,
+            "tools": self._tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }

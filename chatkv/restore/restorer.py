@@ -92,7 +92,8 @@ class Restored:
 
 
 class Restorer:
-    """Restores and saves the sequences of one engine. `disk` None: nothing outlives the process."""
+    """Restores and saves the sequences of one engine. `disk` None: nothing outlives the process.
+    Sequences of two realms share no KV in memory."""
 
     def __init__(
         self,
@@ -102,9 +103,10 @@ class Restorer:
         costs: CostFile,
         key: str,
         label: str = "",
+        realm: str = "",
     ) -> None:
         assert layout.block_tokens == BLOCK_TOKENS
-        self.engine, self.layout, self.disk = engine, layout, disk
+        self.engine, self.layout, self.disk, self.realm = engine, layout, disk, realm
         self._costs, self._cost_key, self._label = costs, key, label
         self.cost = costs.load(key)
         self._frequencies = inverse_frequencies(engine.decoder.config)[0].numpy()
@@ -187,7 +189,11 @@ class Restorer:
         """The sequence of a session, with what an earlier opening left of its KV in memory. KV of
         two codecs never meets."""
         is_shareable = self.disk is None or not self.disk.is_lossy
-        return self.engine.memory.sequence(self._name(session_id), is_shareable)
+        return self.engine.memory.sequence(self._name(session_id), is_shareable, self.realm)
+
+    def scratch_sequence(self) -> TokenSequence:
+        """One that leaves nothing behind, and begins with what others have in memory alike."""
+        return TokenSequence(realm=self.realm)
 
     def forget(self, session_id: str) -> None:
         """Drop the session's KV from memory."""

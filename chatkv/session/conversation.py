@@ -25,6 +25,7 @@ from chatkv.session.window import context_of, last_window
 
 if TYPE_CHECKING:
     from chatkv.restore.restorer import Planned
+    from chatkv.session.messages import Message
     from chatkv_store.conversations import Conversations, Session, Turn
     from chatkv_store.records import Window
 
@@ -76,16 +77,19 @@ class Conversation:
         options: TurnOptions | None = None,
         listener: Listener | None = None,
         system: str | None = None,
+        said: Sequence[Message] = (),
     ) -> TurnResult:
         """Say `text` and hear the answer: one turn, from words to words.
 
-        Cancelled turns return with finish_reason "interrupted" and what was said until then.
+        `said`: the messages that stand for `text`, where they are not one of the user (results of
+        tools). Cancelled turns return with finish_reason "interrupted" and what was said until
+        then.
         """
         options, listener = options or TurnOptions(), listener or Listener()
         with self.model.engine.memory.use(self.sequence):
             text, system = _encodable(text), None if system is None else _encodable(system)
             record = TurnRecord(self.model.load_model_ms)
-            prompt_ids = self.prompt_ids(text, system)
+            prompt_ids = self.prompt_ids(text, system, said)
             fitted = fit(self, prompt_ids, options)
             planned = self.model.restorer.plan(
                 self.sequence,
@@ -94,7 +98,7 @@ class Conversation:
                 options.restore,
                 options.exact,
             )
-            turn = self._begin(text, prompt_ids, system, options, fitted.window)
+            turn = self._begin(text, prompt_ids, system, options, fitted.window, said)
             self.journal.notices += fitted.notices
             reply = self._reply(options, listener)
             return self._answer(turn, planned, reply, record, options, listener)
@@ -165,11 +169,13 @@ class Conversation:
 
     # --- the steps of a turn ----------------------------------------------------------------
 
-    def prompt_ids(self, text: str, system: str | None = None) -> list[int]:
+    def prompt_ids(
+        self, text: str, system: str | None = None, said: Sequence[Message] = ()
+    ) -> list[int]:
         """The ids that this message adds to the log, generation prompt included."""
         if system is not None and self.turns:
             raise UsageError("a system prompt can only be given to a new session")
-        messages = [*self.messages(system), {"role": "user", "content": text}]
+        messages = [*self.messages(system), *(said or _said_by_user(text))]
         template, tokenizer = self.model.template, self.model.tokenizer
         if self.turns:
             rendered = _without_start(template.continuation(messages), self._end_text())
@@ -186,6 +192,7 @@ class Conversation:
         system: str | None,
         options: TurnOptions,
         window: Window | None,
+        said: Sequence[Message] = (),
     ) -> Turn:
         """Save what the user said before anything is computed."""
         seed = self.session.settings["seed"] if options.seed is None else options.seed
@@ -195,7 +202,8 @@ class Conversation:
             system_text=system,
             seed=seed,
             rng_draws_before=self.journal.draws_of(seed),
-            stats={"window": window.to_json()} if window else None,
+            stats=({"window": window.to_json()} if window else {})
+            | ({"said": list(said)} if said else {}),
         )
 
     def _checkpoint(self, turn: Turn, reply: Reply) -> None:
@@ -213,7 +221,7 @@ class Conversation:
             rng_draws_after=sampler.draws,
             state="interrupted" if record.finish == "interrupted" else "done",
             finish_reason=record.finish,
-            stats=record.to_json(len(reply.ids), self.model.tokenizer.decode) | _window_of(turn),
+            stats=record.to_json(len(reply.ids), self.model.tokenizer.decode) | _lasting(turn),
         )
         log = self.log
         self.sequence.become(log, self.sequence.common_prefix(log))
@@ -236,12 +244,18 @@ class Conversation:
             return 0
         return len(context_of(self.turns[: answered[-1]], self.window)) - 1
 
-    def adopt(self, pairs: Sequence[tuple[str, str]], system: str | None = None) -> None:
-        """Put turns that were held elsewhere behind the log: what was asked and answered, as text.
-        Nothing is computed; the next turn does that."""
-        for text, answer in pairs:
-            prompt_ids = self.prompt_ids(text, system)
-            turn = self._begin(text, prompt_ids, system, TurnOptions(), self.window)
+    def adopt(
+        self,
+        pairs: Sequence[tuple[str | Sequence[Message], str]],
+        system: str | None = None,
+    ) -> None:
+        """Put turns that were held elsewhere behind the log: what was asked (as text, or as the
+        messages that stand for it) and answered. Nothing is computed; the next turn does that."""
+        for asked, answer in pairs:
+            said = () if isinstance(asked, str) else asked
+            text = asked if isinstance(asked, str) else text_of(asked)
+            prompt_ids = self.prompt_ids(text, system, said)
+            turn = self._begin(text, prompt_ids, system, TurnOptions(), self.window, said)
             reply_ids = self.model.tokenizer.encode_continuation(
                 answer, ((0, len(answer)),), prompt_ids[-1]
             )
@@ -252,7 +266,7 @@ class Conversation:
                 rng_draws_after=turn.rng_draws_before,
                 state="done",
                 finish_reason="stop",
-                stats={"is_adopted": True, **_window_of(turn)},
+                stats={"is_adopted": True, **_lasting(turn)},
             )
             system = None
 
@@ -263,7 +277,7 @@ class Conversation:
         first_system = self.turns[0].system_text if self.turns else system
         messages = [{"role": "system", "content": first_system}] if first_system else []
         for turn in self.turns:
-            messages.append({"role": "user", "content": turn.user_text})
+            messages += turn.stats.get("said") or _said_by_user(turn.user_text)
             messages.append({"role": "assistant", "content": turn.reply_text})
         return messages
 
@@ -321,8 +335,18 @@ class Conversation:
         )
 
 
-def _window_of(turn: Turn) -> dict[str, Any]:
-    return {"window": turn.stats["window"]} if "window" in turn.stats else {}
+def text_of(said: Sequence[Message]) -> str:
+    """What people are shown of messages, and find them by."""
+    return "\n".join(str(message["content"]) for message in said)
+
+
+def _said_by_user(text: str) -> list[Message]:
+    return [{"role": "user", "content": text}]
+
+
+def _lasting(turn: Turn) -> dict[str, Any]:
+    """Of a turn's `stats`, what it began with and must not lose."""
+    return {name: turn.stats[name] for name in ("window", "said") if name in turn.stats}
 
 
 def _encodable(text: str) -> str:

@@ -103,6 +103,7 @@ class Generation:
         )
         for token, record.last_logits in steps:
             record.token_done()
+            self.listener.on_token(token, record.last_logits)
             if token in stop_ids:
                 reply.push_silent(token, self.sampler.draws)
                 record.finish = "stop"

@@ -11,7 +11,6 @@ from typing import Any
 
 from chatkv.engine.sampling import Sampler
 from chatkv.engine.scheduler import Cancelled
-from chatkv.engine.sequence import TokenSequence
 from chatkv.engine.stops import StopStrings
 from chatkv.errors import ContextFull
 from chatkv.session.generation import Generation, ModelParts
@@ -31,13 +30,20 @@ def answer_once(
     What is in memory of equal prompts is made use of. `options.seed` None is 0: nothing is kept
     that could go on. The model's restorer must be one without a disk.
     """
-    listener = listener or Listener()
     rendered = model.template.render(list(messages), add_generation_prompt=True)
     ids = model.tokenizer.encode_rendered(rendered.text, rendered.content_spans)
+    return go_on(model, ids, options, listener)
+
+
+def go_on(
+    model: ModelParts, ids: Sequence[int], options: TurnOptions, listener: Listener | None = None
+) -> TurnResult:
+    """What the model writes behind token ids; see `answer_once`."""
+    listener = listener or Listener()
     limit = model.engine.max_tokens
     if len(ids) >= limit:
         raise ContextFull(f"this request has {len(ids)} tokens, but the context ends at {limit}")
-    sequence, record = TokenSequence(), TurnRecord(model.load_model_ms)
+    sequence, record = model.restorer.scratch_sequence(), TurnRecord(model.load_model_ms)
     reply = Reply(model.tokenizer.stream(), StopStrings(options.stop), listener.on_text)
     sampler = Sampler(options.sampling, options.seed or 0)
     generation = Generation(

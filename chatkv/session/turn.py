@@ -36,11 +36,13 @@ class TurnOptions:
 
 @dataclass(frozen=True)
 class Listener:
-    """Who hears of a turn while it runs. `cancelled` is asked between chunks and tokens."""
+    """Who hears of a turn while it runs. `cancelled` is asked between chunks and tokens; on_token
+    gets each sampled id and the logits [vocab_size] that it was drawn from, before its text."""
 
     on_text: Callable[[str], None] = lambda text: None
     on_progress: Callable[[str, int, int], None] = lambda stage, done, total: None
     cancelled: Callable[[], bool] = lambda: False
+    on_token: Callable[[int, Tensor], None] = lambda token, logits: None
 
 
 @dataclass(frozen=True)
