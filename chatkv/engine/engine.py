@@ -154,7 +154,7 @@ class Engine:
 
         Raises Cancelled, and ContextFull where nobody is left who could give any back.
         """
-        if len(sequence.ids) <= sequence.run.capacity:
+        if self.pool.is_reserved(sequence.run, len(sequence.ids), sequence.num_cached):
             return
         memory = self.memory
         with memory.waiting(sequence):
@@ -169,7 +169,7 @@ class Engine:
         """Reserve what the sequence's ids need; False where others have to give it back first.
         Raises ContextFull where there are none."""
         try:
-            self.pool.reserve(sequence.run, len(sequence.ids))
+            self.pool.reserve(sequence.run, len(sequence.ids), sequence.num_cached)
         except ContextFull:
             if not self.memory.others_hold_blocks(sequence):
                 raise

@@ -2,8 +2,8 @@
 
 The KV of a conversation stays after its turn, and after it was closed, until somebody needs the
 room or idle KV exceeds its share: coming back to it then touches no disk. What two sequences begin
-with alike is copied from one to the other, at memory speed: on a CPU the blocks of a sequence are
-consecutive, which attention is fast because of, so they cannot be shared in place.
+with alike one has from the other (`Pool.adopt`): as a copy, at memory speed, where the blocks of a
+sequence are consecutive, which attention on a CPU is fast because of; in place on a GPU.
 """
 
 from __future__ import annotations

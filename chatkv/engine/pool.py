@@ -1,14 +1,15 @@
 """The KV of live sequences on one device: a pool of blocks, and each sequence's run of them.
 
-On a CPU a sequence's blocks are consecutive, so its keys of one layer and head are one contiguous
-stretch of memory and attention reads views, never copies. A run that cannot grow where it is
-moves to where it can.
+On a CPU a sequence's blocks are consecutive (`BlockPool`), so its keys of one layer and head are
+one contiguous stretch of memory and attention reads views, never copies. A run that cannot grow
+where it is moves to where it can. On a GPU they lie anywhere (`paged`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,19 +23,28 @@ BLOCK_TOKENS = 64
 
 @dataclass(eq=False)
 class Run:
-    """The consecutive blocks of one sequence: [first_block, first_block + num_blocks)."""
+    """The blocks of one sequence, in their order."""
 
-    first_block: int = 0
-    num_blocks: int = 0
+    blocks: Sequence[int] = range(0)
 
     @property
-    def end(self) -> int:
-        return self.first_block + self.num_blocks
+    def num_blocks(self) -> int:
+        return len(self.blocks)
 
     @property
     def capacity(self) -> int:
         """Tokens that fit."""
-        return self.num_blocks * BLOCK_TOKENS
+        return len(self.blocks) * BLOCK_TOKENS
+
+    # Of consecutive blocks:
+
+    @property
+    def first_block(self) -> int:
+        return self.blocks[0] if self.blocks else 0
+
+    @property
+    def end(self) -> int:
+        return self.first_block + len(self.blocks)
 
     @property
     def first_slot(self) -> int:
@@ -43,11 +53,9 @@ class Run:
 
 
 @dataclass
-class BlockPool:
+class Pool(ABC):
     """`num_blocks` blocks of `BLOCK_TOKENS` tokens for every layer.
 
-    kv: [num_layers, 2 (keys, values), num_kv_heads, num_blocks * BLOCK_TOKENS, head_dim].
-    Memory is committed by the system as it is first written, so a large pool costs little.
     Several threads may reserve and release, each only the runs of its own turn; `reclaim` is asked
     for room where there is none, until it says that it has no more to give. Runs change under
     `lock` alone.
@@ -57,12 +65,78 @@ class BlockPool:
     num_blocks: int
     dtype: torch.dtype
     device: torch.device
-    runs: list[Run] = field(default_factory=list)
     reclaim: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
+
+    @property
+    @abstractmethod
+    def blocks(self) -> Tensor:
+        """All KV as the kernels see it: [blocks, num_layers, 2 (keys, values), num_kv_heads,
+        tokens, head_dim]."""
+
+    @abstractmethod
+    def slot_index(self, run: Run, start: int, stop: int) -> Tensor:
+        """Where in `blocks` a run's tokens [start, stop) are: slots, int64 on the pool's device."""
+
+    @property
+    @abstractmethod
+    def free_blocks(self) -> int: ...
+
+    @abstractmethod
+    def reserve(self, run: Run, num_tokens: int, num_kept: int = 0) -> None:
+        """Make room in `run` for num_tokens tokens in all; its KV keeps its values, and what
+        follows its first num_kept tokens may be written.
+
+        The run's blocks may change. Raises ContextFull, with nothing changed, when they do not fit.
+        """
+
+    @abstractmethod
+    def is_reserved(self, run: Run, num_tokens: int, num_kept: int = 0) -> bool:
+        """Whether `reserve` would have nothing to do."""
+
+    @abstractmethod
+    def adopt(self, run: Run, num_tokens: int, source: Run, start: int, stop: int) -> None:
+        """Reserve, and let tokens [start, stop) of `run` have the KV that they have in `source`.
+
+        Raises ContextFull, with the KV of the first `start` tokens as it was.
+        """
+
+    @abstractmethod
+    def release(self, run: Run) -> None:
+        """Give the run's blocks back; the run is empty then."""
+
+    def notify(self) -> None:
+        """Somebody may have become able to give room."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_for_room(self, timeout_s: float) -> None:
+        """Wait until blocks are given back, or may be, but not for longer than that."""
+        with self._changed:
+            self._changed.wait(timeout_s)
+
+    def _no_room(self, num_tokens: int) -> ContextFull:
+        return ContextFull(
+            f"{num_tokens} tokens do not fit into memory: "
+            f"{self.free_blocks * BLOCK_TOKENS} tokens of KV are free"
+        )
+
+
+@dataclass
+class BlockPool(Pool):
+    """A pool whose runs are consecutive.
+
+    kv: [num_layers, 2 (keys, values), num_kv_heads, num_blocks * BLOCK_TOKENS, head_dim].
+    Memory is committed by the system as it is first written, so a large pool costs little.
+    """
+
+    runs: list[Run] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         config = self.config
         slots = self.num_blocks * BLOCK_TOKENS
         self.kv = torch.empty(
@@ -75,49 +149,46 @@ class BlockPool:
         self.values = [self.kv[layer, 1] for layer in range(config.num_layers)]
 
     @property
+    def blocks(self) -> Tensor:
+        return self.kv[None]  # to the kernels: one large block
+
+    def slot_index(self, run: Run, start: int, stop: int) -> Tensor:
+        return torch.arange(run.first_slot + start, run.first_slot + stop, device=self.device)
+
+    @property
     def free_blocks(self) -> int:
         with self._changed:
             return self.num_blocks - sum(run.num_blocks for run in self.runs)
 
-    def reserve(self, run: Run, num_tokens: int) -> None:
-        """Make room in `run` for num_tokens tokens in all; its KV keeps its values.
+    def is_reserved(self, run: Run, num_tokens: int, num_kept: int = 0) -> bool:
+        return num_tokens <= run.capacity
 
-        The run may move. Raises ContextFull, with nothing changed, when they do not fit.
-        """
+    def reserve(self, run: Run, num_tokens: int, num_kept: int = 0) -> None:
         needed = -(-num_tokens // BLOCK_TOKENS)
         if needed <= run.num_blocks:
             return
         with self._changed:
             while (first := self._place(run, needed)) is None:
                 if not self.reclaim():
-                    raise ContextFull(
-                        f"{num_tokens} tokens do not fit into memory: "
-                        f"{self.free_blocks * BLOCK_TOKENS} tokens of KV are free"
-                    )
+                    raise self._no_room(num_tokens)
             if not run.num_blocks:
                 self.runs.append(run)
             elif first != run.first_block:
                 old = slice(run.first_slot, run.first_slot + run.capacity)
                 slot = first * BLOCK_TOKENS
                 self.kv[:, :, :, slot : slot + run.capacity] = self.kv[:, :, :, old].clone()
-            run.first_block, run.num_blocks = first, needed
+            run.blocks = range(first, first + needed)
+
+    def adopt(self, run: Run, num_tokens: int, source: Run, start: int, stop: int) -> None:
+        with self.lock:
+            self.reserve(run, num_tokens)
+            self.slots(run, start, stop).copy_(self.slots(source, start, stop))
 
     def release(self, run: Run) -> None:
-        """Give the run's blocks back; the run is empty then."""
         with self._changed:
             self.runs = [other for other in self.runs if other is not run]
-            run.first_block = run.num_blocks = 0
+            run.blocks = range(0)
             self._changed.notify_all()
-
-    def notify(self) -> None:
-        """Somebody may have become able to give room."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def wait_for_room(self, timeout_s: float) -> None:
-        """Wait until blocks are given back, or may be, but not for longer than that."""
-        with self._changed:
-            self._changed.wait(timeout_s)
 
     def slots(self, run: Run, start: int, stop: int) -> Tensor:
         """View of the KV of a run's tokens [start, stop) in every layer, shaped as `kv`."""
