@@ -33,7 +33,7 @@ def _tiles(arch: int, token_bytes: int, windowed: bool) -> Tiles:
     if token_bytes <= 256:
         tokens = 32 if windowed and arch < 90 else 64
         return Tiles(rows=128, tokens=tokens, warps=8, stages=3, programs=1)
-    return Tiles(rows=64, tokens=32, warps=4, stages=2, programs=1)
+    return Tiles(rows=64, tokens=32, warps=8, stages=2, programs=1)
 
 
 def _example(shape: Shape) -> None:
