@@ -45,10 +45,11 @@ class _Pace:
     def begin(self, expected_s: float) -> None:
         self._expected_s, self._began = max(expected_s, 1e-9), time.perf_counter()
 
-    def end(self) -> float:
-        """The piece is done; the seconds that it took."""
+    def end(self, expected_s: float | None = None) -> float:
+        """The piece is done, or a part of it that was expected to take expected_s; the seconds
+        that it took."""
         seconds = self._elapsed_s
-        factor = seconds / self._expected_s
+        factor = seconds / max(expected_s or self._expected_s, 1e-9)
         self._factor = (self._factor + factor) / 2 if self.is_known else factor
         self.is_known, self._began = True, None
         return seconds
@@ -143,7 +144,8 @@ class BothEnds:
         """Prefill has come to `position`: note what its last piece took."""
         start = self._piece[0]
         if self._computing.is_busy and position > start:
-            self.measured.prefill_s += self._computing.end()
+            # The engine may stop sooner than it was told to, when others want to compute too.
+            self.measured.prefill_s += self._computing.end(self._compute_s(start, position))
             self.measured.pieces.append((start, position))
 
     def _next(self, position: int, total: int, limit: int) -> tuple[int, int]:

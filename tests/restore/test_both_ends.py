@@ -122,6 +122,10 @@ def test_a_pace_is_known_after_one_piece_and_follows_the_next(
     assert pace.left_s == 8.0
     pace.end()
     assert pace.factor == 6.0
+    pace.begin(expected_s=1.0)
+    now[0] += 2.0
+    pace.end(expected_s=0.25)  # only a part of it was done
+    assert pace.factor == 7.0
 
 
 # --- with a real model ----------------------------------------------------------------------------
