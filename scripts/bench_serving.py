@@ -1,0 +1,386 @@
+#!/usr/bin/env python3
+"""Several conversations on one model: static batching, continuous batching, and prefill in chunks.
+
+One trace (Poisson arrivals, short and long prompts, answers of all lengths) is replayed three
+times on one engine. *Static*: a batch is whoever has arrived, up to a size; its rows are computed
+until its slowest member is done, and then comes the next one (prompts are not padded, and tokens
+are shown as they come: a mild form of it). *Whole prompts*: every step takes who is there, and all
+of a prompt at once. *Chunks*: every step takes as much prefill as running answers can bear, which
+is what chatkv does. Then a long prompt arrives beside running answers.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "store")]
+
+from bench_common import Figure, Options, run, say  # noqa: E402
+
+SLOTS = 16  # answers at once, also the largest static batch
+STATIC_SIZES = (4, 8, SLOTS)
+STEPS_AT_ONCE = 12  # so many answers would have to run at once, were each as fast as one alone
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is replayed. Tokens in means."""
+
+    num_requests: int
+    short_prompt: int
+    long_prompt: int
+    answer: int
+    arriving_prompt: int  # beside RUNNING answers
+    repeats: int
+
+
+QUICK = Sizes(48, 12, 96, 12, 768, 1)
+FULL = Sizes(96, 24, 256, 40, 4096, 3)
+LONG_SHARE = 0.1  # of the prompts: what is new in a chat is shorter than its answer, mostly
+RUNNING = 4
+SEED = 20
+
+
+@dataclass
+class Request:
+    """One turn of a trace, and when its tokens came (seconds since the trace began)."""
+
+    arrives_s: float
+    ids: list[int]
+    num_tokens: int
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> float:
+        return self.times[0] - self.arrives_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+
+
+@dataclass(frozen=True)
+class Served:
+    """How one replay went."""
+
+    tokens_per_s: float
+    ttft_s: list[float]
+    gaps_s: list[float]
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> Served:
+        tokens = sum(len(request.times) for request in requests)
+        ended = max(request.times[-1] for request in requests)
+        return cls(
+            tokens / (ended - requests[0].arrives_s),
+            [request.ttft_s for request in requests],
+            [gap for request in requests for gap in request.gaps_s],
+        )
+
+    @property
+    def worst_gap_s(self) -> float:
+        return percentile(self.gaps_s, 99)
+
+
+def measure(options: Options) -> list[Figure]:
+    sizes = QUICK if options.quick else FULL
+    os.environ["CHATKV_CALIBRATE"] = "0"
+    with tempfile.TemporaryDirectory() as home:
+        os.environ["CHATKV_HOME"] = home
+        from chatkv.client import ChatRequest, open_chat
+        from chatkv.paths import folders
+
+        with open_chat(folders(), ChatRequest()) as chat:
+            engine = chat.runtime.engine
+            step_s = time_of_a_step(engine)
+            return [*replay(engine, sizes, step_s), *long_prompt_arrives(engine, sizes)]
+
+
+# --- a trace, three times -------------------------------------------------------------------------
+
+
+def replay(engine: Any, sizes: Sizes, step_s: float) -> list[Figure]:
+    from chatkv.engine.budget import StepBudget
+
+    def fresh() -> list[Request]:
+        return make_trace(sizes, step_s, engine.decoder.config.vocab_size)
+
+    static: list[Served] = []
+    for size in STATIC_SIZES:
+        say(f"static batches of {size} ...")
+        static.append(serve_static(engine, fresh(), size))
+    say("continuous batching, whole prompts ...")
+    whole = serve(engine, fresh(), WholePrompts())
+    say("continuous batching, prompts in chunks ...")
+    chunks = serve(engine, fresh(), StepBudget())
+    figures = [
+        Figure(
+            f"throughput, static, batches of {size}", one.tokens_per_s, "tokens/s", note=spread(one)
+        )
+        for size, one in zip(STATIC_SIZES, static, strict=True)
+    ]
+    for name, served in (("whole prompts", whole), ("chunks", chunks)):
+        # The best static batch whose tokens come at least as evenly; else the smallest one.
+        fair = [one for one in static if one.worst_gap_s <= served.worst_gap_s] or static[:1]
+        best = max(fair, key=lambda one: one.tokens_per_s)
+        size = STATIC_SIZES[static.index(best)]
+        figures.append(
+            Figure(
+                f"throughput, {name}",
+                served.tokens_per_s,
+                "tokens/s",
+                best.tokens_per_s,
+                f"static, batches of {size}",
+                goal=2 if name == "chunks" else None,
+                note=f"TPOT p99 {served.worst_gap_s * 1e3:.3g} ms",
+            )
+        )
+    largest = static[-1]
+    for name, served, baseline, baseline_name in (
+        ("whole prompts", whole, largest, f"static, batches of {SLOTS}"),
+        ("chunks", chunks, whole, "whole prompts"),
+    ):
+        for what, mine, theirs in (
+            ("TTFT", served.ttft_s, baseline.ttft_s),
+            ("TPOT", served.gaps_s, baseline.gaps_s),
+        ):
+            for share in (50, 99):
+                figures.append(
+                    Figure(
+                        f"{what} p{share}, {name}",
+                        percentile(mine, share) * 1e3,
+                        "ms",
+                        percentile(theirs, share) * 1e3,
+                        baseline_name,
+                        less_is_better=True,
+                    )
+                )
+    return figures
+
+
+def make_trace(sizes: Sizes, step_s: float, vocab_size: int) -> list[Request]:
+    """The same requests each time, as fast as keeps a machine of this speed busy: a trace that
+    leaves it idle measures nothing."""
+    import numpy as np
+
+    random = np.random.default_rng(SEED)
+    arrives_s, requests = 0.0, []
+    for _ in range(sizes.num_requests):
+        mean = sizes.long_prompt if random.random() < LONG_SHARE else sizes.short_prompt
+        length = int(mean * random.uniform(0.5, 1.5))
+        ids = random.integers(0, vocab_size, length).tolist()
+        # Answers are short mostly, and some are much longer.
+        num_tokens = int(np.clip(random.exponential(sizes.answer), 4, 4 * sizes.answer))
+        requests.append(Request(arrives_s, ids, num_tokens))
+        arrives_s += random.exponential(sizes.answer * step_s / STEPS_AT_ONCE)
+    return requests
+
+
+class WholePrompts:
+    """A step takes all of every prompt."""
+
+    def prefill_tokens(self, num_decoding: int) -> int:
+        return sys.maxsize
+
+    def observe(self, num_decoding: int, num_prefilled: int, seconds: float) -> None:
+        pass
+
+
+def serve(engine: Any, requests: list[Request], budget: Any) -> Served:
+    """Each request is a turn in a thread of its own."""
+    engine.scheduler.budget = budget
+    slots, began = threading.Semaphore(SLOTS), time.perf_counter()
+
+    def turn(request: Request) -> None:
+        time.sleep(max(0.0, began + request.arrives_s - time.perf_counter()))
+        with slots:
+            answer(engine, request, lambda: time.perf_counter() - began)
+
+    run_all([lambda one=request: turn(one) for request in requests])  # type: ignore[misc]
+    return Served.of(requests)
+
+
+def answer(
+    engine: Any,
+    request: Request,
+    now: Callable[[], float],
+    cancelled: Callable[[], bool] = lambda: False,
+) -> None:
+    from chatkv.engine.options import SamplingOptions
+    from chatkv.engine.sampling import Sampler
+    from chatkv.engine.sequence import TokenSequence
+
+    sequence = TokenSequence(ids=list(request.ids))
+    sampler = Sampler(SamplingOptions(temperature=0), seed=0)
+    with engine.memory.use(sequence):
+        logits = engine.prefill(sequence)
+        for _ in engine.decode(
+            sequence, logits, sampler, frozenset(), request.num_tokens, cancelled
+        ):
+            request.times.append(now())
+
+
+def serve_static(engine: Any, requests: list[Request], size: int) -> Served:
+    """One batch after the other, in this thread."""
+    import torch
+
+    from chatkv.engine.pool import RunSpan
+    from chatkv.engine.sequence import TokenSequence
+
+    began, waiting = time.perf_counter(), list(requests)
+    while waiting:
+        time.sleep(max(0.0, began + waiting[0].arrives_s - time.perf_counter()))
+        arrived_s = time.perf_counter() - began
+        batch = [request for request in waiting[:size] if request.arrives_s <= arrived_s]
+        del waiting[: len(batch)]
+        sequences = [TokenSequence(ids=list(request.ids)) for request in batch]
+        num_steps = max(request.num_tokens for request in batch)
+        for sequence in sequences:
+            engine.pool.reserve(sequence.run, len(sequence.ids) + num_steps)
+        for step in range(num_steps):
+            spans, ids = [], []
+            for sequence in sequences:
+                new = sequence.ids[sequence.num_cached :]
+                spans.append(RunSpan(engine.pool, sequence.run, sequence.num_cached, len(new)))
+                ids += new
+                sequence.num_cached = len(sequence.ids)
+            logits = engine.decoder.forward(torch.tensor(ids), spans)
+            moment = time.perf_counter() - began
+            for request, sequence, token in zip(
+                batch, sequences, logits.argmax(1).tolist(), strict=True
+            ):
+                sequence.ids.append(token)
+                if step < request.num_tokens:
+                    request.times.append(moment)
+        for sequence in sequences:
+            engine.pool.release(sequence.run)
+    return Served.of(requests)
+
+
+def time_of_a_step(engine: Any) -> float:
+    """Seconds for one token of one answer, when nothing else happens; the first ones warm up."""
+    request = Request(0.0, [1] * 32, 24)
+    answer(engine, request, time.perf_counter)
+    return statistics.median(request.gaps_s[8:])
+
+
+# --- a long prompt beside running answers ---------------------------------------------------------
+
+
+def long_prompt_arrives(engine: Any, sizes: Sizes) -> list[Figure]:
+    from chatkv.engine.budget import StepBudget
+
+    ways: dict[str, list[Arrival]] = {"chunks": [], "whole prompts": []}
+    for _ in range(sizes.repeats):
+        for name, arrivals in ways.items():
+            say(f"a prompt of {sizes.arriving_prompt} tokens arrives, {name} ...")
+            budget = StepBudget() if name == "chunks" else WholePrompts()
+            arrivals.append(arrival(engine, sizes.arriving_prompt, budget))
+    figures = []
+    for name, arrivals in ways.items():
+        middle = sorted(arrivals, key=lambda one: one.ratio)[len(arrivals) // 2]
+        figures.append(
+            Figure(
+                f"TPOT p99 of {RUNNING} running answers while {sizes.arriving_prompt} tokens are "
+                f"read, {name}",
+                middle.beside_s * 1e3,
+                "ms",
+                middle.before_s * 1e3,
+                "before it arrived",
+                goal=1.5 if name == "chunks" else None,
+                goal_is="<=",
+                note=f"the prompt's TTFT: {middle.ttft_s:.2f} s",
+            )
+        )
+    return figures
+
+
+@dataclass(frozen=True)
+class Arrival:
+    before_s: float  # p99 TPOT of the running answers
+    beside_s: float  # the same, while the prompt is read
+    ttft_s: float  # of the prompt
+
+    @property
+    def ratio(self) -> float:
+        return self.beside_s / self.before_s
+
+
+def arrival(engine: Any, num_tokens: int, budget: Any) -> Arrival:
+    engine.scheduler.budget = budget
+    is_over = threading.Event()
+    running = [Request(0.0, [7 + i] * 64, sys.maxsize) for i in range(RUNNING)]
+    prompt = Request(0.0, [index % 1000 for index in range(num_tokens)], 1)
+    arrived_s: list[float] = []
+
+    def arrive() -> None:
+        # As many tokens before it as come beside it, or so.
+        while min(len(request.times) for request in running) < WARM_UP + max(64, num_tokens // 32):
+            time.sleep(0.005)
+        arrived_s.append(time.perf_counter())
+        answer(engine, prompt, time.perf_counter)
+        is_over.set()
+
+    turns = [
+        lambda one=request: answer(engine, one, time.perf_counter, is_over.is_set)  # type: ignore[misc]
+        for request in running
+    ]
+    run_all([*turns, arrive])
+    before, beside = [], []
+    for request in running:
+        for moment, gap in list(zip(request.times[1:], request.gaps_s, strict=True))[WARM_UP:]:
+            if moment < arrived_s[0]:
+                before.append(gap)
+            elif moment - gap < prompt.times[0]:
+                beside.append(gap)
+    return Arrival(percentile(before, 99), percentile(beside, 99), prompt.times[0] - arrived_s[0])
+
+
+WARM_UP = 12  # tokens of each answer that are not counted
+
+
+# --- small things ---------------------------------------------------------------------------------
+
+
+def run_all(turns: Sequence[Callable[[], None]]) -> None:
+    """Each in a thread of its own; the first error ends the benchmark."""
+    errors: list[BaseException] = []
+
+    def guarded(turn: Callable[[], None]) -> None:
+        try:
+            turn()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(turn,), daemon=True) for turn in turns]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        time.sleep(0.05)
+        if errors:
+            raise errors[0]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share / 100))]
+
+
+def spread(served: Served) -> str:
+    ttft_s = percentile(served.ttft_s, 50)
+    p50_ms, p99_ms = percentile(served.gaps_s, 50) * 1e3, served.worst_gap_s * 1e3
+    return f"TTFT p50 {ttft_s:.3g} s, TPOT p50 {p50_ms:.3g} ms, p99 {p99_ms:.3g} ms"
+
+
+if __name__ == "__main__":
+    run(__doc__.splitlines()[0], measure)
