@@ -249,7 +249,9 @@ class Hub:
                 raise Cancelled
 
     def _open(self, runtime: Runtime, found: Found, request: ChatRequest) -> Held:
-        session = found.session or runtime.new_session(seed=request.seed, kv_codec=found.kv_codec)
+        session = found.session or runtime.new_session(
+            seed=request.seed, kv_codec=found.kv_codec, owner=request.owner
+        )
         conversation = runtime.open(session, found.kv_codec)
         is_resumed = found.session is not None and session.id not in self._unsaid
         held = Held(runtime, conversation, is_resumed, found.kv_codec)

@@ -26,6 +26,7 @@ class ChatRequest:
     system: str | None = None
     seed: int | None = None
     kv_codec: KVCodec | None = None  # None: the session's own, else lossless
+    owner: str = ""  # of a new session, where several share the machine
 
 
 @dataclass(frozen=True)

@@ -251,10 +251,11 @@ class Conversations:
         with self._database.read() as conn:
             return _existing_turn(conn, turn_id)
 
-    def note_messages(self, turn_id: str, digest: bytes) -> None:
-        """Let `turn_of_messages` find a turn by a digest of all messages up to its answer."""
+    def note_messages(self, noted: Iterable[tuple[bytes, str]]) -> None:
+        """Let `turn_of_messages` find turns by digests of all messages up to their answers:
+        (digest, turn's id)."""
         with self._database.write() as conn:
-            conn.execute("INSERT INTO turns_messages VALUES (?, ?)", (digest, turn_id))
+            conn.executemany("INSERT INTO turns_messages VALUES (?, ?)", noted)
 
     def turn_of_messages(self, digest: bytes) -> Turn | None:
         """The newest turn that was noted under `digest`."""
