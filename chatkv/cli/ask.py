@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,8 +19,9 @@ from chatkv.cli.answer import (
     summary,
     turn_options,
 )
+from chatkv.cli.piped import PATIENCE_S, Piped, standard_input
 from chatkv.client import connect
-from chatkv.errors import UsageError
+from chatkv.errors import ChatkvError, UsageError
 from chatkv.paths import folders
 
 if TYPE_CHECKING:
@@ -34,9 +36,15 @@ if TYPE_CHECKING:
 def ask(question: str | None, as_json: bool, **arguments: Any) -> None:
     """Ask QUESTION and print the answer.
 
-    Text on standard input is added to the question, or is the question.
+    Text on standard input is added to the question, or is the question. A pipe that takes its time
+    is read while the model makes ready for the answer.
     """
-    text = _text(question)
+    piped, text = standard_input(), None
+    if piped is None:
+        is_silent = sys.stdin is None or sys.stdin.isatty()
+        text = _text(question, "" if is_silent else sys.stdin.read())
+    elif piped.has_ended(PATIENCE_S):
+        text = _text(question, piped.text)
     request = chat_request(arguments)
     options = turn_options(arguments)
     status, interrupt = Status(), Interrupt()
@@ -46,6 +54,11 @@ def ask(question: str | None, as_json: bool, **arguments: Any) -> None:
             status.clear()
             for notice in chat.notices:
                 say(f"chatkv: {notice}")
+            if text is None:
+                assert piped is not None
+                status.show("reading")
+                text = _text(question, _listen(chat, question, piped, arguments["system"]))
+                status.clear()
             result = _answer(chat, text, options, arguments["system"], as_json, status, interrupt)
             for notice in result.notices:
                 say(f"chatkv: {notice}")
@@ -59,13 +72,24 @@ def ask(question: str | None, as_json: bool, **arguments: Any) -> None:
         raise SystemExit(130)
 
 
-def _text(question: str | None) -> str:
+def _text(question: str | None, piped: str) -> str:
     """The argument, then what was piped in."""
-    piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().strip("\n")
-    text = "\n\n".join(part for part in (question, piped) if part)
+    text = _joined(question, piped)
     if not text.strip():
         raise UsageError('nothing to ask: give a question, as in chatkv ask "How are you?"')
     return text
+
+
+def _joined(question: str | None, piped: str) -> str:
+    return "\n\n".join(part for part in (question, piped.strip("\n")) if part)
+
+
+def _listen(chat: Chat, question: str | None, piped: Piped, system: str | None) -> str:
+    """All that is piped in; what has arrived is prefilled meanwhile."""
+    for text in piped.growing():
+        with suppress(ChatkvError):  # the turn will meet it, and say it
+            chat.draft(_joined(question, text), system)
+    return piped.text
 
 
 def _answer(
