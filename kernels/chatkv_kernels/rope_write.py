@@ -36,7 +36,8 @@ def rope_write(
     num_kv_heads, block_tokens = keys.shape[1:3]
     num_heads = heads.shape[1] - 2 * num_kv_heads
     wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
-    query, new_keys, new_values = wide.split([num_heads, num_kv_heads, num_kv_heads], 1)
+    query, new_keys = wide[:, :num_heads], wide[:, num_heads : num_heads + num_kv_heads]
+    new_values = wide[:, num_heads + num_kv_heads :]
     if query_norm is not None:
         query = rms_norm.reference(query, query_norm, eps)
     if key_norm is not None:
