@@ -34,7 +34,7 @@ COMMANDS = {
         Command("fork", "[N]", "Begin a conversation with the turns up to N, else all."),
         Command("branch", "[N]", "Go to another answer or question that was left behind."),
         Command("edit", "[N]", "Change your message of turn N, else the last, and send it again."),
-        Command("regen", "", "Another answer to your last message."),
+        Command("regen", "[N]", "Another answer to your message of turn N, else the last."),
         Command("continue", "", "Go on with an answer that was stopped or cut."),
         Command("undo", "", "Take the last turn back; your message returns to the input."),
         Command("system", "[TEXT]", "Show the system prompt, or set that of a new conversation."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,40 +15,39 @@ MARKS = {"memory": "▒", "disk": "▓", "prefill": "█", "other": "░", "deco
 
 @dataclass(frozen=True)
 class Phase:
-    """One stretch of a turn. `what`: tokens and bytes; `rate`: how fast they came."""
+    """One stretch of a turn. `what` moved, and how fast."""
 
     name: str
     ms: float
-    what: str
-    rate: str = ""
+    what: tuple[str, ...]
 
 
 def phases(stats: dict[str, Any]) -> list[Phase]:
     """What a turn went through, in its order; phases in which nothing happened are left out."""
     tokens, timing = stats["tokens"], stats["timing"]
+    restore_ms, prefill_ms = timing["restore_ms"], timing["prefill_ms"]
+    num_bytes, speed = stats.get("loaded_bytes", 0), timing.get("decode_tokens_per_s")
     found = []
+
+    def add(name: str, ms: float, *what: str) -> None:
+        found.append(Phase(name, ms, tuple(text for text in what if text)))
+
     if tokens["reused"]:
-        found.append(Phase("memory", 0.0, plural(tokens["reused"], "token"), "already there"))
-    restore_ms, num_bytes = timing["restore_ms"], stats.get("loaded_bytes", 0)
+        add("memory", 0.0, plural(tokens["reused"], "token"), "already there")
     if tokens["loaded"]:
-        what = plural(tokens["loaded"], "token")
-        if num_bytes:
-            what += f", {size(num_bytes)}"
-        found.append(Phase("disk", restore_ms, what, _per_second(num_bytes, restore_ms, size)))
+        loaded, rate = size(num_bytes), _per_second(num_bytes, restore_ms, size)
+        add("disk", restore_ms, plural(tokens["loaded"], "token"), loaded * bool(num_bytes), rate)
     elif restore_ms >= 0.5:
-        found.append(Phase("disk", restore_ms, "looked up, nothing loaded"))
-    prefill_ms = timing["prefill_ms"]
+        add("disk", restore_ms, "looked up, nothing loaded")
     if tokens["computed"]:
         rate = _per_second(tokens["computed"], prefill_ms, lambda n: f"{count(n)} tokens")
-        found.append(Phase("prefill", prefill_ms, plural(tokens["computed"], "token"), rate))
+        add("prefill", prefill_ms, plural(tokens["computed"], "token"), rate)
     other_ms = timing["ttft_ms"] - restore_ms - prefill_ms
     if other_ms >= 0.5:
-        found.append(Phase("other", other_ms, "template, plan, commit"))
-    speed = timing.get("decode_tokens_per_s")
+        add("other", other_ms, "template, plan, commit")
     if tokens["generated"] and speed:
         decode_ms = (tokens["generated"] - 1) / speed * 1e3
-        what = plural(tokens["generated"], "token")
-        found.append(Phase("decode", decode_ms, what, f"{speed:.0f} tokens/s"))
+        add("decode", decode_ms, plural(tokens["generated"], "token"), f"{speed:.0f} tokens/s")
     return found
 
 
@@ -60,8 +60,7 @@ def lines(stats: dict[str, Any], width: int) -> list[str]:
     shown = [_strip(found, total_ms, width)] if total_ms else []
     for phase in found:
         head = f"{MARKS[phase.name]} {phase.name:<8}{duration(phase.ms):>8}"
-        details = [text for text in (phase.what, phase.rate) if text]
-        shown += _fitted(head, details, width)
+        shown += _fitted(head, phase.what, width)
     shown += ["", *_plan(stats["plan"], stats.get("regret_ms"), width)]
     return [line[:width] for line in shown]
 
@@ -99,12 +98,14 @@ def _plan(plan: dict[str, Any], regret_ms: float | None, width: int) -> list[str
     return shown
 
 
-def _fitted(head: str, details: list[str], width: int) -> list[str]:
+def _fitted(head: str, details: Sequence[str], width: int) -> list[str]:
     """`head` and the details beside it, or below it where they do not fit."""
     whole = "  ".join([head, *details])
     if len(whole) <= width:
         return [whole]
-    return [head, *(f"  {text}" for text in details)]
+    whole = ", ".join(details)
+    below = [whole] if len(whole) + 4 <= width else details
+    return [head, *(f"    {text}" for text in below)]
 
 
 def _per_second(amount: int, ms: float, shown: Any) -> str:
