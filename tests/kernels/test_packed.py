@@ -46,7 +46,7 @@ def test_is_the_stores(
 
 
 @pytest.mark.slow
-@settings(max_examples=80)
+@settings(max_examples=40)
 @CASES
 def test_is_the_stores_often(
     device: torch.device, shape: Shape, dtype: Any, noise: bool, seed: int

@@ -108,7 +108,7 @@ def test_is_the_stores_anywhere(device: torch.device, case: Case) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(case=CASES)
 def test_is_the_stores_often(device: torch.device, case: Case) -> None:
     check(device, case)
