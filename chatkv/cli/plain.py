@@ -14,6 +14,7 @@ import click
 from chatkv.cli.answer import Interrupt, Status, say, shown, summary
 from chatkv.cli.output import plural, wants_colour
 from chatkv.client import ChatRequest, connect
+from chatkv.client.link import EngineGone
 from chatkv.errors import ContextFull
 from chatkv.paths import folders
 
@@ -113,8 +114,11 @@ def _talk(
         try:
             with interrupt.listening():
                 result = chat.send(text, options, listener, system)
-        except ContextFull as error:
-            say(f"chatkv: {error}")
+        except (ContextFull, EngineGone) as error:
+            if not sys.stdin.isatty() and not isinstance(error, ContextFull):
+                raise  # nobody is there to say it again
+            status.clear()
+            say(f"chatkv: {error}" if is_first else f"\nchatkv: {error}")
             continue
         system = None
         click.echo("" if result.text.endswith("\n") else "\n", nl=False)

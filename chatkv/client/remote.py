@@ -56,6 +56,8 @@ class RemoteChat:
         self, text: str, options: TurnOptions, listener: Listener, system: str | None = None
     ) -> TurnResult:
         self._be_there()
+        if self.turns and self.turns[0].system == system:  # said already, in a turn that was lost
+            system = None
         body = SendRequest(text, system, options)
         self._is_said = True
         result, stats = self._turn("turns", body, listener)

@@ -137,6 +137,14 @@ def test_an_engine_that_dies_in_an_answer_costs_a_line(slow_model: str) -> None:
     assert expected[0]["reply_ids"] == ids
 
 
+def test_a_system_prompt_is_said_once_also_where_the_engine_dies(slow_model: str) -> None:
+    with running_engine(), chat_with(slow_model) as chat:
+        with pytest.raises(EngineGone):
+            chat.send("Go.", greedy(2000), Listener(on_text=KillAfter(10)), "Be brief.")
+        assert chat.send("Go on.", greedy(2), QUIET, "Be brief.").turn == 2
+        assert [turn.system for turn in chat.turns] == ["Be brief.", None]
+
+
 def test_an_engine_that_dies_between_turns_is_not_noticed(model: str) -> None:
     with running_engine(), chat_with(model) as chat:
         unsaid = chat.session
