@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agreement import assert_agrees, dtype_on, in_float64
+from chatkv_kernels.gpu.flash import merge
 from chatkv_kernels.gpu.target import Target, assume
 from chatkv_kernels.paged_decode import paged_decode
 from chatkv_kernels.paged_prefill import paged_prefill
@@ -104,6 +106,20 @@ def test_decode_agrees(device: torch.device, case: Case) -> None:
 @example(Case(Heads(8, 1, 16), new=(33,), before=(90,), block_tokens=64, window=20))
 def test_prefill_agrees(device: torch.device, case: Case) -> None:
     check_prefill(device, case)
+
+
+def test_parts_are_merged_by_their_shares(device: torch.device) -> None:
+    """More parts than one step takes, some of which saw nothing."""
+    torch.manual_seed(0)
+    weights = 8 * torch.randn(3, 40, device=device)
+    weights[0, ::3] = weights[1, 1:] = weights[2] = float("-inf")
+    parts = torch.randn(3, 40, 20, device=device)
+    parts[weights == float("-inf")] = float("nan")
+    shares = torch.softmax(weights.double() * math.log(2), 1).nan_to_num()[..., None]
+    exact = (shares * parts.double().nan_to_num()).sum(1)
+    out = torch.empty(3, 20, device=device)
+    merge[(3,)](parts, weights, out, 40, HEAD_DIM=20, WIDTH=32, TILE=16, num_warps=4)
+    assert_agrees(out, exact)
 
 
 @pytest.mark.slow
