@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from chatkv.engine.budget import CHUNK_TOKENS
 from chatkv.engine.memory import Memory
-from chatkv.engine.pool import BLOCK_TOKENS, BlockPool, RunSpan
+from chatkv.engine.pool import BLOCK_TOKENS, Pool
+from chatkv.engine.runner import runner_for
 from chatkv.engine.sampling import Sampler
 from chatkv.engine.scheduler import POLL_S, Cancelled, Piece, Scheduler
 from chatkv.engine.sequence import TokenSequence
@@ -54,7 +54,7 @@ class Engine:
     """
 
     decoder: Decoder
-    pool: BlockPool
+    pool: Pool
     max_idle_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -62,7 +62,9 @@ class Engine:
         if idle is None:
             idle = self.pool.num_blocks * BLOCK_TOKENS // 2
         self.memory = Memory(self.pool, idle)
+        self.runner = runner_for(self.decoder, self.pool)
         self.scheduler = Scheduler(self._forward)
+        self.memory.on_leave = self.scheduler.leave
 
     def close(self) -> None:
         """End the thread that computes."""
@@ -178,12 +180,4 @@ class Engine:
 
     def _forward(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
         """One pass of the model over the new tokens of several sequences."""
-        ids: list[int] = []
-        spans = []
-        for piece in pieces:
-            sequence = piece.sequence
-            ids += sequence.ids[piece.start : piece.stop]
-            spans.append(
-                RunSpan(self.pool, sequence.run, piece.start, piece.length, piece.wait_layer)
-            )
-        return list(self.decoder.forward(torch.tensor(ids, device=self.decoder.device), spans))
+        return self.runner.forward(pieces)

@@ -36,7 +36,7 @@ class Attention:
 
     @property
     def scale(self) -> float:
-        return self.config.head_dim**-0.5
+        return float(self.config.head_dim**-0.5)
 
     @property
     def window(self) -> int | None:

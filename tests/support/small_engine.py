@@ -19,10 +19,8 @@ from chatkv.model.weights import expected_shapes
 CONFIG = ModelConfig("llama", 96, 32, 48, 2, 4, 2, 8, 1e-5, 1e4, 1024)
 
 
-def make_engine(
-    num_blocks: int = 40, dtype: torch.dtype = torch.float32, max_idle_tokens: int | None = None
-) -> Engine:
-    """The same weights each time."""
+def make_weights(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """The same each time."""
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, shape in sorted(expected_shapes(CONFIG).items()):
@@ -32,7 +30,13 @@ def make_engine(
         elif "embed" not in name:
             noise *= shape[1] ** -0.5
         weights[name] = noise.to(dtype)
-    decoder = Decoder(CONFIG, weights)
+    return weights
+
+
+def make_engine(
+    num_blocks: int = 40, dtype: torch.dtype = torch.float32, max_idle_tokens: int | None = None
+) -> Engine:
+    decoder = Decoder(CONFIG, make_weights(dtype))
     return Engine(decoder, BlockPool(CONFIG, num_blocks, dtype, decoder.device), max_idle_tokens)
 
 

@@ -1,0 +1,286 @@
+"""A pool whose blocks lie anywhere and belong to several runs: against plain lists; and answers
+over it against those over consecutive blocks, for every architecture, with graphs and without."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tiny
+from chatkv.engine.engine import Engine
+from chatkv.engine.paged import PagedPool
+from chatkv.engine.pool import BLOCK_TOKENS, BlockPool, Pool, Run
+from chatkv.engine.runner import GRAPH_SIZES, PagedRunner
+from chatkv.engine.sequence import TokenSequence
+from chatkv.engine.shift import take_out
+from chatkv.errors import ContextFull
+from chatkv.model.batch import PagedBatch
+from chatkv.model.catalog import find_model
+from chatkv.model.config import ModelConfig
+from chatkv.model.decoder import Decoder
+from chatkv.model.prepared import prepare
+from chatkv.model.weights import load_weights
+from chatkv_kernels.dispatch import has_kernel
+from small_engine import CONFIG, Turn, answer, make_engine, make_weights, some_ids
+
+SMALL = ModelConfig("llama", 8, 4, 4, 1, 1, 1, 2, 1e-5, 1e4, 64)
+CPU = torch.device("cpu")
+
+
+def repeat(step: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    """A recording as a GPU makes it, but that it computes anew each time."""
+    result = step()
+
+    def again() -> None:
+        result.copy_(step())
+
+    return result, again
+
+
+def write(pool: Pool, run: Run, start: int, values: list[float]) -> None:
+    """KV of tokens from `start` on: in all layers and heads, one number each."""
+    slots = pool.slot_index(run, start, start + len(values))
+    blocks = pool.blocks
+    tokens = torch.tensor(values)[:, None, None, None, None]
+    tokens = tokens.expand(-1, *blocks.shape[1:4], blocks.shape[5])
+    blocks[slots // blocks.shape[4], :, :, :, slots % blocks.shape[4]] = tokens
+
+
+def read(pool: Pool, run: Run, stop: int) -> list[float]:
+    slots, blocks = pool.slot_index(run, 0, stop), pool.blocks
+    tokens = blocks[slots // blocks.shape[4], :, :, :, slots % blocks.shape[4]].flatten(1)
+    assert (tokens == tokens[:, :1]).all()
+    return tokens[:, 0].tolist()  # type: ignore[no-any-return]
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("write"), st.integers(0, 3), st.floats(0, 1), st.integers(1, 200)),
+        st.tuples(st.just("adopt"), st.integers(0, 3), st.integers(0, 3), st.integers(0, 200)),
+        st.tuples(st.just("release"), st.integers(0, 3), st.just(0), st.just(0)),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(STEPS)
+def test_each_run_keeps_its_own_kv(steps: list[tuple[str, int, float, int]]) -> None:
+    pool = PagedPool(SMALL, 12, torch.float32, CPU)
+    runs = [Run() for _ in range(4)]
+    contents: list[list[float]] = [[] for _ in runs]
+    stamp = 0.0
+    for action, which, how, amount in steps:
+        run, content = runs[which], contents[which]
+        if action == "release":
+            pool.release(run)
+            content.clear()
+        elif action == "write":  # a turn that keeps some of its tokens, and computes others
+            kept = int(how * len(content))
+            before = list(run.blocks)
+            try:
+                pool.reserve(run, kept + amount, kept)
+            except ContextFull:
+                assert list(run.blocks) == before
+                continue
+            assert pool.is_reserved(run, kept + amount, kept)
+            values = [stamp + token for token in range(amount)]
+            stamp += amount
+            write(pool, run, kept, values)
+            contents[which] = content[:kept] + values
+        elif action == "adopt" and which != how:
+            other = contents[int(how)]
+            alike = next(
+                (at for at, (a, b) in enumerate(zip(content, other, strict=False)) if a != b),
+                min(len(content), len(other)),
+            )
+            if len(other) - alike < BLOCK_TOKENS:
+                continue
+            contents[which] = content[:alike]
+            try:
+                pool.adopt(run, len(other) + amount, runs[int(how)], alike, len(other))
+                contents[which] = list(other)
+            except ContextFull:
+                pass
+        held = Counter(block for run in runs for block in run.blocks)
+        assert len(held) == 12 - pool.free_blocks
+        assert all(pool._holders[block] == count for block, count in held.items())
+        for other_run, values in zip(runs, contents, strict=True):
+            assert read(pool, other_run, len(values)) == values
+
+
+def test_what_is_alike_is_there_once() -> None:
+    pool = PagedPool(SMALL, 12, torch.float32, CPU)
+    first, second = Run(), Run()
+    pool.reserve(first, 200)
+    write(pool, first, 0, [float(token) for token in range(200)])
+    pool.adopt(second, 220, first, 0, 200)
+    assert pool.free_blocks == 12 - 4 - 1, "three whole blocks are shared, the tail is a copy"
+    assert list(second.blocks[:3]) == list(first.blocks[:3])
+    pool.reserve(second, 220, num_kept=70)
+    write(pool, second, 70, [-1.0] * 150)
+    assert read(pool, first, 200) == [float(token) for token in range(200)]
+    assert list(second.blocks[:1]) == list(first.blocks[:1]), "what is in front is still shared"
+    pool.release(first)
+    assert read(pool, second, 71) == [float(token) for token in range(70)] + [-1.0]
+    pool.release(second)
+    assert pool.free_blocks == 12
+
+
+def test_a_full_pool_says_what_is_free() -> None:
+    pool = PagedPool(CONFIG, 2, torch.float32, CPU)
+    pool.reserve(Run(), BLOCK_TOKENS)
+    with pytest.raises(ContextFull, match="64 tokens of KV are free"):
+        pool.reserve(Run(), 2 * BLOCK_TOKENS)
+
+
+def paged(decoder: Decoder, num_blocks: int = 40, with_graphs: bool = False) -> Engine:
+    """An engine over blocks that lie anywhere."""
+    pool = PagedPool(decoder.config, num_blocks, decoder.dtype, decoder.device)
+    pool.kv.fill_(float("nan"))  # what was never written must never be read
+    made = Engine(decoder, pool)
+    if with_graphs:
+        made.runner = PagedRunner(decoder, pool, repeat)
+    return made
+
+
+@pytest.fixture(params=[False, True], ids=["eager", "graphs"])
+def engines(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine]]:
+    """One over consecutive blocks, one over blocks that lie anywhere."""
+    plain = make_engine()
+    made = paged(plain.decoder, with_graphs=request.param)
+    yield plain, made
+    plain.close()
+    made.close()
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_answers_are_those_over_consecutive_blocks(
+    name: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    prepared = prepare(find_model(str(tiny_checkpoint(name)), tmp_path), "float32", tmp_path)
+    config = prepared.config
+    decoders = [Decoder(config, load_weights(prepared), fused=fused) for fused in (False, True)]
+    plain = Engine(decoders[0], BlockPool(config, 12, torch.float32, CPU))
+    other = paged(decoders[1], 12, with_graphs=True)
+    prompts = [[(3 + 7 * i * n) % config.vocab_size for i in range(n)] for n in (1, 64, 150)]
+    expected = [answer(plain, ids, 12) for ids in prompts]
+    turns = [Turn(lambda ids=ids: answer(other, ids, 12)) for ids in prompts]  # type: ignore[misc]
+    assert [turn.result() for turn in turns] == expected
+    assert other.pool.free_blocks == 12
+    plain.close()
+    other.close()
+
+
+def test_answers_beside_others(engines: tuple[Engine, Engine]) -> None:
+    """Batches of every size up to eight, and of sizes that no graph has."""
+    plain, other = engines
+    lengths = [1, 2, 63, 64, 65, 130, 200, 300]
+    expected = [answer(plain, some_ids(n, n), 10 + n % 7) for n in lengths]
+    turns = [
+        Turn(lambda n=n: answer(other, some_ids(n, n), 10 + n % 7))  # type: ignore[misc]
+        for n in lengths
+    ]
+    assert [turn.result() for turn in turns] == expected
+    if isinstance(other.runner, PagedRunner) and other.runner._graphs:
+        assert max(other.runner._graphs) == 8 and set(other.runner._graphs) <= set(GRAPH_SIZES)
+
+
+def test_forks_share_what_they_begin_with(engines: tuple[Engine, Engine]) -> None:
+    plain, other = engines
+    ids = some_ids(300, 1)
+    expected = [answer(plain, [*ids, seed], 80) for seed in (1, 2)]
+    assert answer(other, [*ids, 1], 80, name="first") == expected[0]
+    sequence = other.memory.sequence("second")
+    with other.memory.use(sequence):
+        assert other.memory.share(sequence, [*ids, 2]) == 300
+        assert answer(other, [*ids, 2], 80, name="second") == expected[1]
+    used = other.pool.num_blocks - other.pool.free_blocks
+    assert used == 2 * (380 // BLOCK_TOKENS + 1) - 300 // BLOCK_TOKENS
+    assert other.memory.num_idle_tokens == used * BLOCK_TOKENS
+    assert answer(other, [*ids[:100], 3], 20, name="first") == answer(plain, [*ids[:100], 3], 20)
+    assert answer(other, [*ids, 2], 80, name="second") == expected[1], "it was not written over"
+
+
+def test_turns_that_are_in_each_others_way_come_back() -> None:
+    plain = make_engine()
+    small = paged(plain.decoder, num_blocks=5)
+    expected = [answer(plain, some_ids(n, n), 120) for n in (70, 71)]
+    turns = [Turn(lambda n=n: answer(small, some_ids(n, n), 120)) for n in (70, 71)]  # type: ignore[misc]
+    assert [turn.result() for turn in turns] == expected
+    assert small.pool.free_blocks == 5
+    plain.close()
+    small.close()
+
+
+def test_tokens_are_taken_out_as_of_consecutive_blocks() -> None:
+    pools: list[Pool] = [kind(CONFIG, 8, torch.float32, CPU) for kind in (BlockPool, PagedPool)]
+    sequences = []
+    for pool in pools:
+        sequence = TokenSequence(list(range(200)), num_cached=190)
+        pool.reserve(sequence.run, 200)
+        write(pool, sequence.run, 0, [float(token) for token in range(200)])
+        sequences.append(sequence)
+    fork = Run()
+    pools[1].adopt(fork, 190, sequences[1].run, 0, 190)
+    for pool, sequence in zip(pools, sequences, strict=True):
+        take_out(pool, sequence, 5, 150)
+    moved = []
+    for pool, sequence in zip(pools, sequences, strict=True):
+        slots, blocks = pool.slot_index(sequence.run, 0, 45), pool.blocks
+        moved.append(blocks[slots // blocks.shape[4], :, :, :, slots % blocks.shape[4]])
+    assert torch.equal(*moved)
+    assert read(pools[1], fork, 190) == [float(token) for token in range(190)]
+
+
+def test_a_decoder_over_the_kernels_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter: what a GPU computes, but for its rounding."""
+    pytest.importorskip("triton")
+    plain = make_engine()
+    other = paged(Decoder(CONFIG, make_weights(), fused=True), 4, with_graphs=True)
+    ids = some_ids(66, 3)
+    expected = answer(plain, ids, 3)
+    called: set[str] = set()
+
+    def kernel(self: has_kernel[..., Any], *arguments: Any, **options: Any) -> Any:
+        called.add(self.reference.__name__)
+        return self.kernel(*arguments, **options)
+
+    monkeypatch.setattr(has_kernel, "__call__", kernel)
+    assert answer(other, ids, 3) == expected
+    attention = {"rope_write", "paged_decode", "paged_prefill"}
+    assert called == attention | {"rms_norm", "add_rms_norm", "silu_mul"}
+    plain.close()
+    other.close()
+
+
+def test_a_pass_that_decodes_reads_nothing_from_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it could not be recorded. On `meta` there is nothing to read, and trying to is an
+    error; the launches of kernels are held to the same by being compiled from such tensors."""
+    results = {
+        "rms_norm": lambda x, *_: x,
+        "add_rms_norm": lambda x, residual, *_: (x, residual),
+        "silu_mul": lambda gate_up: gate_up.chunk(2, -1)[0],
+        "rope_write": lambda heads, *_: heads[:, : CONFIG.num_heads],
+        "paged_decode": lambda query, *_: query,
+    }
+    monkeypatch.setattr(
+        has_kernel, "__call__", lambda self, *given: results[self.reference.__name__](*given)
+    )
+    weights = {name: weight.to("meta") for name, weight in make_weights().items()}
+    decoder = Decoder(CONFIG, weights, device="meta")
+    pool = PagedPool(CONFIG, 4, torch.float32, torch.device("meta"))
+    rows = torch.empty(4, 2, dtype=torch.int32, device="meta")
+    table = torch.empty(2, 4, dtype=torch.int32, device="meta")
+    batch = PagedBatch(pool.blocks, rows[1], rows[2].long(), table, rows[3])
+    assert decoder.forward(rows[0], batch).shape == (2, CONFIG.vocab_size)
