@@ -73,6 +73,8 @@ class Runtime:
         files = find_model(model, folders.cache)
         chosen = choose_dtype(folders.cache) if dtype == "auto" else dtype
         self.prepared = prepare(files, chosen, folders.models, on_progress)
+        if on_progress is not None:
+            on_progress("loading the model", 0, 1)
         config = self.prepared.config
         self._memory_bytes = int(_available_bytes() * POOL_SHARE_OF_MEMORY)
         self.tokenizer = Tokenizer.from_prepared(self.prepared)
@@ -91,6 +93,8 @@ class Runtime:
         self._costs = CostFile(folders.costs)
         self._restorers: dict[tuple[str, str], Restorer] = {}
         self.restorer = self.restorer_for(kv_codec)
+        if on_progress is not None:
+            on_progress("loading the model", 1, 1)
         self.load_model_ms = (time.perf_counter() - began) * 1e3
         # Tests and benchmarks that must not depend on the clock switch the measuring off.
         wants_rates = self.restorer.disk is not None and not self.restorer.is_calibrated
