@@ -8,7 +8,7 @@ sequence are consecutive, which attention on a CPU is fast because of; in place 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from chatkv.engine.pool import BLOCK_TOKENS, Pool
@@ -20,6 +20,7 @@ class Memory:
     """The sequences of one pool. max_idle_tokens: the KV that may stay without being in use."""
 
     def __init__(self, pool: Pool, max_idle_tokens: int) -> None:
+        self.on_leave: Callable[[TokenSequence], None] = lambda sequence: None
         self.pool, self.max_idle_tokens = pool, max_idle_tokens
         # The pool's own: it asks for room while it holds that, and we ask it while we hold ours.
         self._lock = pool.lock
@@ -52,6 +53,7 @@ class Memory:
                 while self.num_idle_tokens > self.max_idle_tokens and self.reclaim():
                     pass
                 self.pool.notify()
+            self.on_leave(sequence)
 
     @property
     def num_in_use(self) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -81,6 +81,7 @@ class Scheduler:
     _step_s: float = 0.0  # that the last step took
     _pending: list[Piece] = field(default_factory=list)
     _last_steps: dict[TokenSequence, int] = field(default_factory=dict)  # of turns that go on
+    _last_tokens: dict[TokenSequence, int] = field(default_factory=dict)  # of answers, the same
     _thread: threading.Thread | None = None
     _is_closed: bool = False
 
@@ -106,6 +107,7 @@ class Scheduler:
         """The sequence's turn has no more to ask: no step waits for it."""
         with self._changed:
             self._last_steps.pop(sequence, None)
+            self._last_tokens.pop(sequence, None)
             self._changed.notify()
 
     def close(self) -> None:
@@ -134,6 +136,7 @@ class Scheduler:
             if piece in self._pending:
                 self._pending.remove(piece)
             self._last_steps.pop(piece.sequence, None)
+            self._last_tokens.pop(piece.sequence, None)
             self._changed.notify()
         if piece.is_started:
             piece.done.wait()
@@ -162,20 +165,22 @@ class Scheduler:
             for piece in self._pending:
                 piece.num_passed_over += 1
             self.num_steps += 1
-            self._last_steps |= {piece.sequence: self.num_steps for piece in batch}
-            for sequence, step in list(self._last_steps.items()):
-                if step <= self.num_steps - LATE_STEPS:
-                    del self._last_steps[sequence]
+            for piece in batch:
+                self._last_steps[piece.sequence] = self.num_steps
+                if piece.is_decode:
+                    self._last_tokens[piece.sequence] = self.num_steps
+            for steps in (self._last_steps, self._last_tokens):
+                for sequence in [s for s, at in steps.items() if at <= self.num_steps - LATE_STEPS]:
+                    del steps[sequence]
             return batch
 
     def _has_everyone(self) -> bool:
-        return self._is_closed or not self._late(1)
+        """Whether all of the last step have asked again, or said that they will not."""
+        last = (one for one, step in self._last_steps.items() if step == self.num_steps)
+        return self._is_closed or not self._late(last)
 
-    def _late(self, num_steps: int) -> set[TokenSequence]:
-        """Those of the last steps that have not asked again, nor said that they will not."""
-        asked = {piece.sequence for piece in self._pending}
-        since = self.num_steps - num_steps
-        return {one for one, step in self._last_steps.items() if step > since and one not in asked}
+    def _late(self, sequences: Iterable[TokenSequence]) -> set[TokenSequence]:
+        return set(sequences) - {piece.sequence for piece in self._pending}
 
     def _choose(self) -> list[Piece]:
         for piece in self._pending:
@@ -183,7 +188,7 @@ class Scheduler:
                 return [piece]
         decodes = [piece for piece in self._pending if piece.is_decode]
         prefills = [piece for piece in self._pending if not piece.is_decode]
-        tokens = self.budget.prefill_tokens(len(decodes) or len(self._late(LATE_STEPS)))
+        tokens = self.budget.prefill_tokens(len(decodes) or len(self._late(self._last_tokens)))
         return decodes + divide(prefills, tokens if decodes else max(tokens, LEAST_TOKENS))
 
     def _step(self, pieces: Sequence[Piece]) -> None:
