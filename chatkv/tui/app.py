@@ -98,7 +98,7 @@ class ChatApp(App[Left]):
         self.leave()
 
     def action_timeline(self) -> None:
-        self.verbs.toggle_timeline()
+        self.chat.show_timeline()
 
     def action_turns(self) -> None:
         if views := self.chat.conversation.views:

@@ -39,8 +39,12 @@ class ChatScreen(Screen[None]):
     #body { height: 1fr; layout: horizontal; }
     ChatScreen.-short #title { display: none; }
     ChatScreen.-narrow #body { layout: vertical; }
+    TimelinePanel { display: none; }
+    ChatScreen.-timeline TimelinePanel { display: block; }
+    ChatScreen.-timeline.-short ConversationView { display: none; }
+    ChatScreen.-short TimelinePanel { height: 1fr; }
     ChatScreen.-narrow TimelinePanel {
-        width: 100%; height: 65%; border-left: none; border-top: solid $primary;
+        width: 100%; height: 1fr; border-left: none; border-top: solid $primary;
     }
     """
 
@@ -120,6 +124,11 @@ class ChatScreen(Screen[None]):
         if self.facts is not None:
             with suppress(StoreError):  # in no file yet
                 self.conversation.number(alternatives(*self.library.tree(self.facts.session)))
+
+    def show_timeline(self, is_shown: bool | None = None) -> None:
+        """Show it, or not; None: the other way round."""
+        now = self.has_class("-timeline")
+        self.set_class(not now if is_shown is None else is_shown, "-timeline")
 
     def _show_title(self, title: str) -> None:
         shown = printable(" ".join(title.split())) or "new conversation"

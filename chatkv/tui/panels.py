@@ -67,12 +67,13 @@ class Suggestions(Static):
         self.update("\n".join([*map(printable, lines[:MAX_SUGGESTIONS]), *more]))
 
 
-class TimelinePanel(VerticalScroll, can_focus=False):
+class TimelinePanel(VerticalScroll):
     """The last turn's way from the disk to its last word."""
 
     DEFAULT_CSS = """
     TimelinePanel {
-        width: 52; height: 1fr; border-left: solid $primary; padding: 0 1; display: none;
+        width: 52; height: 1fr; border-left: solid $primary; padding: 0 1;
+        scrollbar-gutter: stable; scrollbar-size-vertical: 1;
     }
     TimelinePanel Static { height: auto; }
     """
@@ -91,7 +92,7 @@ class TimelinePanel(VerticalScroll, can_focus=False):
         self._paint()
 
     def _paint(self) -> None:
-        width = max(20, self.size.width)
+        width = max(20, self.scrollable_content_region.width)
         lines = [f"Turn {self._turn}"] if self._stats else []
         lines += timeline.lines(self._stats, width)
         if self._why:

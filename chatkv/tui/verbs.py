@@ -302,7 +302,7 @@ class Verbs:
         if "tokens" not in turn.stats:
             raise UsageError(f"turn {number} was cut off before anything was measured")
         panel.show(number, turn.stats, self._start.explain(self._session, number))
-        panel.display = True
+        self._chat.show_timeline(True)
 
     async def _cache(self, argument: str) -> None:
         lines = await asyncio.to_thread(self._start.coverage, self._session)
@@ -323,10 +323,6 @@ class Verbs:
 
     async def _quit(self, argument: str) -> None:
         self._app.leave()
-
-    def toggle_timeline(self) -> None:
-        panel = self._chat.query_one(TimelinePanel)
-        panel.display = not panel.display
 
     # --- what they share ------------------------------------------------------------------------
 
