@@ -2,26 +2,91 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from chatkv.cli.output import Output, count, output_options, size
-from chatkv.paths import folders
+from chatkv.errors import UsageError
+from chatkv.paths import Folders, folders
 
 
 @click.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option("--port", default=11535, show_default=True, type=click.IntRange(0, 65535))
+@click.option("-m", "--model", "models", multiple=True, help="Offer this model; may be repeated.")
+@click.option(
+    "--token",
+    "tokens",
+    multiple=True,
+    envvar="CHATKV_TOKEN",
+    show_envvar=True,
+    help="Ask clients for this token; each one's sessions are its own.",
+)
+@click.option(
+    "--allowed-hosts", metavar="NAMES", default="", help="Names of this machine, by comma."
+)
+@click.option("--allowed-origins", metavar="URLS", default="", help="Pages that may ask, by comma.")
 @click.option("--socket-only", is_flag=True, help="Serve chatkv's own programs, and no others.")
-def serve(socket_only: bool) -> None:
-    """Be the engine that all of chatkv talks to, until it is stopped or idle for long.
+def serve(
+    host: str,
+    port: int,
+    models: tuple[str, ...],
+    tokens: tuple[str, ...],
+    allowed_hosts: str,
+    allowed_origins: str,
+    socket_only: bool,
+) -> None:
+    """Serve other programs' clients, which speak OpenAI's, Ollama's or Anthropic's API.
 
-    The other commands start one where they need it. CHATKV_IDLE_S says after how many idle
-    seconds it ends [900].
+    It is also the engine that all of chatkv talks to: an idle one makes way for it. It listens on
+    this machine alone unless --host says otherwise, for which a token is needed.
     """
     from chatkv.server.process import serve as run
 
-    if not run(folders()):
-        click.echo("chatkv: the engine is running already", err=True)
+    place = folders()
+    if socket_only:
+        if not run(place):
+            click.echo("chatkv: the engine is running already", err=True)
+        return
+    from chatkv.client import engine
+    from chatkv.server.listen import Access, Listen
+
+    # As lists of names, separated by commas.
+    access = Access(_filled(tokens), _listed(allowed_hosts), _listed(allowed_origins))
+    listen = Listen(host, port, access, models or (None,))
+    while True:
+        _make_way(place)
+        if run(place, listen=listen, on_listening=_say_where):
+            return
+        if engine.find(place) is None:
+            time.sleep(0.1)  # another one is just starting, or ending
+
+
+def _make_way(place: Folders) -> None:
+    from chatkv.client import engine
+
+    running = engine.find(place)
+    if running is not None and running.status.get("urls"):
+        raise UsageError(
+            f"chatkv serves at {running.status['urls'][0]} already: `chatkv stop` ends it"
+        )
+    if running is not None:
+        engine.make_way(place)
+
+
+def _say_where(urls: Sequence[str]) -> None:
+    click.echo(f"chatkv: serving at {', '.join(urls)} (Ctrl-C ends it)", err=True)
+
+
+def _filled(values: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(value.strip() for value in values if value.strip())
+
+
+def _listed(names: str) -> tuple[str, ...]:
+    return _filled(tuple(names.split(",")))
 
 
 @click.command()
@@ -45,6 +110,7 @@ def status(output: Output) -> None:
         return
     output.fields(
         [
+            *([("serving at", ", ".join(found["urls"]))] if found["urls"] else []),
             ("process", str(found["pid"])),
             ("memory", size(found["memory_bytes"])),
             ("answering", count(len(found["answering"]))),

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -55,10 +55,11 @@ Body = TypeVar("Body")
 
 
 class OwnApi:
-    """The routes over one hub. on_stop() is asked to end the process."""
+    """The routes over one hub. on_stop() is asked to end the process; `urls` is where others than
+    chatkv's own programs are served."""
 
-    def __init__(self, hub: Hub, on_stop: Callable[[], None]) -> None:
-        self.hub, self._on_stop = hub, on_stop
+    def __init__(self, hub: Hub, on_stop: Callable[[], None], urls: Sequence[str] = ()) -> None:
+        self.hub, self._on_stop, self._urls = hub, on_stop, list(urls)
         self._drafts: dict[str, threading.Event] = {}
 
     def routes(self) -> list[Route]:
@@ -80,6 +81,7 @@ class OwnApi:
 
     async def status(self, request: Request) -> Response:
         about = {"version": __version__, "pid": os.getpid(), "memory_bytes": _resident_bytes()}
+        about |= {"urls": self._urls}
         return JSONResponse(about | await run_in_threadpool(self.hub.status))
 
     async def stop(self, request: Request) -> Response:

@@ -1,4 +1,5 @@
-"""The engine's process: one per user, behind a Unix socket in the runtime folder.
+"""The engine's process: one per user, behind a Unix socket in the runtime folder, and behind a TCP
+port where other programs' clients are to be served too.
 
 A lock file keeps it single: a second one finds it taken and ends. It ends by itself when nobody
 has asked for anything for a while, after what was said and computed is saved.
@@ -9,26 +10,30 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
+import math
 import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chatkv.paths import Folders
+from chatkv.server.ports import listening_on, url_of
 
 if TYPE_CHECKING:
-    import uvicorn
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from chatkv.server.hub import Hub
+    from chatkv.server.listen import Listen
 
 log = logging.getLogger("chatkv.server")
 
 IDLE_S = 900.0
+# Beyond this many at once, who comes is told to try again; each holds a thread while it answers.
+MAX_CONNECTIONS = 256
 _TICK_S = 0.5
 # Who looks for the engine takes its lock for an instant; that must not end one that is starting.
 _LOCK_PATIENCE_S = 0.5
@@ -57,24 +62,49 @@ class Activity:
         return 0.0 if self.num_open else time.monotonic() - self.last_s
 
 
-def serve(folders: Folders, idle_s: float | None = None) -> bool:
+def serve(
+    folders: Folders,
+    idle_s: float | None = None,
+    listen: Listen | None = None,
+    on_listening: Callable[[Sequence[str]], None] = lambda urls: None,
+) -> bool:
     """Be the engine until it is stopped or idle for long; False where another one is already.
 
     Who comes while torch is still being imported waits at the socket, and starts no second one.
+    `listen`: serve other programs' clients too, and do not end when they are silent; on_listening
+    hears where.
     """
     folders.make()
     with _only_one(folders.engine_lock) as is_ours:
         if not is_ours:
             return False
-        with listening(folders.socket) as listener:
-            asyncio.run(_serve(folders, listener, _idle_s() if idle_s is None else idle_s))
+        with ExitStack() as open:
+            ports = open.enter_context(_ports(listen))
+            listener = open.enter_context(listening(folders.socket))
+            if idle_s is None:
+                idle_s = _idle_s(IDLE_S if listen is None else math.inf)
+            asyncio.run(_serve(folders, listener, idle_s, listen, ports, on_listening))
     return True
 
 
-async def _serve(folders: Folders, listener: socket.socket, idle_s: float) -> None:
+def _ports(listen: Listen | None) -> AbstractContextManager[list[socket.socket]]:
+    if listen is None:
+        return nullcontext([])
+    return listening_on(listen.host, listen.port, bool(listen.access.tokens))
+
+
+async def _serve(
+    folders: Folders,
+    listener: socket.socket,
+    idle_s: float,
+    listen: Listen | None,
+    ports: list[socket.socket],
+    on_listening: Callable[[Sequence[str]], None],
+) -> None:
     import uvicorn
     from starlette.applications import Starlette
 
+    from chatkv.server.api import application
     from chatkv.server.hub import Hub
     from chatkv.server.own import EXCEPTION_HANDLERS, OwnApi
 
@@ -84,21 +114,42 @@ async def _serve(folders: Folders, listener: socket.socket, idle_s: float) -> No
 
     hub = Hub(folders)
 
+    def end() -> None:
+        for server in servers:
+            server.should_exit = True
+
     def stop() -> None:
-        server.should_exit = True
+        end()
         hub.cancel_all()
 
-    app = Starlette(routes=OwnApi(hub, stop).routes(), exception_handlers=EXCEPTION_HANDLERS)
-    activity = Activity(app)
-    server = Server(
-        uvicorn.Config(activity, log_level="warning", lifespan="off", timeout_graceful_shutdown=5)
-    )
-    watch = asyncio.create_task(_watch(hub, activity, server, idle_s))
+    urls = [url_of(port) for port in ports]
+    own = OwnApi(hub, stop, urls).routes()
+    apps = [Activity(Starlette(routes=own, exception_handlers=EXCEPTION_HANDLERS))]
+    if listen is not None:
+        apps.append(Activity(application(hub, listen)))
+        on_listening(urls)
+    servers = [
+        Server(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                lifespan="off",
+                timeout_graceful_shutdown=5,
+                limit_concurrency=MAX_CONNECTIONS,
+                server_header=False,
+            )
+        )
+        for app in apps
+    ]
+    watch = asyncio.create_task(_watch(hub, apps, end, idle_s))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     try:
-        await server.serve(sockets=[listener])
+        sockets = [[listener], ports]
+        await asyncio.gather(
+            *(server.serve(sockets=own) for server, own in zip(servers, sockets, strict=False))
+        )
     finally:
         watch.cancel()
         with suppress(asyncio.CancelledError):
@@ -106,22 +157,25 @@ async def _serve(folders: Folders, listener: socket.socket, idle_s: float) -> No
         await loop.run_in_executor(None, hub.close)
 
 
-async def _watch(hub: Hub, activity: Activity, server: uvicorn.Server, idle_s: float) -> None:
+async def _watch(
+    hub: Hub, apps: Sequence[Activity], end: Callable[[], None], idle_s: float
+) -> None:
     """Close what is not used, and end when nothing is."""
     loop = asyncio.get_running_loop()
     while True:
         await asyncio.sleep(_TICK_S)
         await loop.run_in_executor(None, hub.tidy)
-        if activity.idle_s > idle_s and not hub.num_running and not hub.num_unsaved:
-            log.warning("idle for %d s: ending", int(activity.idle_s))
-            server.should_exit = True
+        since_s = min(app.idle_s for app in apps)
+        if since_s > idle_s and not hub.num_running and not hub.num_unsaved:
+            log.warning("idle for %d s: ending", int(since_s))
+            end()
 
 
-def _idle_s() -> float:
+def _idle_s(default: float) -> float:
     try:
-        return float(os.environ.get("CHATKV_IDLE_S", IDLE_S))
+        return float(os.environ.get("CHATKV_IDLE_S", default))
     except ValueError:
-        return IDLE_S
+        return default
 
 
 @contextmanager

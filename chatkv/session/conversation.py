@@ -8,13 +8,14 @@ again. Text and ids are committed to SQLite; KV is a cache beside them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from chatkv.engine.sampling import Sampler
 from chatkv.engine.scheduler import Cancelled
 from chatkv.engine.stops import StopStrings
 from chatkv.errors import UsageError
-from chatkv.model.template import Rendered
+from chatkv.model.template import ChatTemplate, Rendered
 from chatkv.session.fitting import fit, too_long
 from chatkv.session.generation import Generation, ModelParts
 from chatkv.session.journal import Journal
@@ -137,6 +138,10 @@ class Conversation:
     def switch(self, turn_id: str) -> None:
         """Go on from behind another turn of this session's tree, such as a branch's last one."""
         self.journal.switch(turn_id)
+
+    def use_template(self, template: ChatTemplate) -> None:
+        """Render what comes with `template`: the model's own, told of other tools."""
+        self.model = replace(self.model, template=template)
 
     def _answer(
         self,

@@ -27,6 +27,7 @@ from chatkv_store.export import as_plain_values
 from chatkv_store.leases import Leases
 from chatkv_store.records import (
     SELECT_SESSION,
+    UNFINISHED,
     SearchHit,
     Session,
     Turn,
@@ -193,6 +194,26 @@ class Conversations:
                 settings=origin.settings,
                 pinned=False,
                 head=head,
+                now_s=self._clock(),
+            )
+            return resolve.by_id(conn, fork_id)
+
+    def fork_from(self, turn_id: str) -> Session:
+        """A new session that ends with any turn, also one that was left behind as a branch; it has
+        the title of the turn's owner. StoreBusy where the turn is still being written."""
+        with self._database.write() as conn:
+            turn = _existing_turn(conn, turn_id)
+            if turn.state in UNFINISHED:
+                raise StoreBusy(f"turn {turn.index} is still being written")
+            origin = resolve.by_id(conn, turn.session_id)
+            fork_id = sessions.insert(
+                conn,
+                title=origin.title,
+                model=origin.model,
+                namespace=origin.namespace,
+                settings=origin.settings,
+                pinned=False,
+                head=turn_id,
                 now_s=self._clock(),
             )
             return resolve.by_id(conn, fork_id)

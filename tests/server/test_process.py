@@ -121,7 +121,7 @@ def test_the_lock_lets_one_in_and_survives_a_look(home: Path) -> None:
 def test_a_second_engine_leaves_the_first_alone(home: Path) -> None:
     with running_engine() as link:
         pid = link.call("GET", "/status")["pid"]
-        second = run("serve")
+        second = run("serve", "--socket-only")
         assert (second.code, second.err) == (0, "chatkv: the engine is running already\n")
         assert link.call("GET", "/status")["pid"] == pid
 

@@ -1,0 +1,88 @@
+"""Where other programs' clients are served, and which of them. Needs nothing but the standard
+library, so that a wrong option is refused at once."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Pages of this machine, and the programs that are pages inside.
+_OWN_ORIGIN = re.compile(
+    r"(https?://(localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1\]|tauri\.localhost)(:\d+)?"
+    r"|(app|file|tauri|vscode-webview|vscode-file)://[^\s]*)",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may come. `tokens` empty: whoever reaches the address. "*" in `hosts` or `origins` allows
+    every one; else these are allowed beside this machine's own."""
+
+    tokens: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+
+    def allows_host(self, host: str) -> bool:
+        name = host_name(host)
+        if not name or "*" in self.hosts or name in self.hosts:
+            return True  # HTTP/1.0 sends none, and no browser does so
+        if name == "localhost" or name.endswith(".localhost"):
+            return True
+        try:  # a rebound page has a name, never an address
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return address.is_loopback or address.is_private or address.is_unspecified
+
+    def allows_origin(self, origin: str, host: str) -> bool:
+        if "*" in self.origins or origin in self.origins:
+            return True
+        same = origin.partition("://")[2] == host and bool(host)
+        return same or bool(_OWN_ORIGIN.fullmatch(origin))
+
+    def owner_of(self, headers: Mapping[str, str]) -> str | None:
+        """Whose request it is: "" where no token is asked for, None where a wrong one was given.
+
+        Every token is compared in constant time.
+        """
+        if not self.tokens:
+            return ""
+        kind, _, value = headers.get("authorization", "").partition(" ")
+        given = [value.strip() if kind.lower() == "bearer" else "", headers.get("x-api-key", "")]
+        found = None
+        for token in self.tokens:
+            for one in given:
+                if hmac.compare_digest(_digest(one), _digest(token)):
+                    found = token
+        return None if found is None else owner_name(found)
+
+
+def owner_name(token: str) -> str:
+    """How a token's sessions are marked; the token cannot be told from it."""
+    return hashlib.sha256(b"chatkv owner\0" + token.encode()).hexdigest()
+
+
+def host_name(host: str) -> str:
+    """A Host header's name or address, in lower case, less the port and its brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.rpartition(":")[0].lower() if ":" in host else host.lower().rstrip(".")
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "replace")).digest()
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Where and for whom. `models` as --model takes them, None: the embedded one."""
+
+    host: str = "127.0.0.1"
+    port: int = 11535
+    access: Access = Access()
+    models: tuple[str | None, ...] = (None,)
