@@ -2,6 +2,7 @@
 
     StoreError                 one line: what, where, what to do
     ├── StoreFull              the cap, the map or the disk has no room; nothing was written
+    │   └── BudgetFull         only what is worth more is in the way: nothing anybody need know
     ├── StoreVersionError      written by a newer chatkv
     ├── StoreDamaged           the file is not what LMDB or SQLite wrote
     ├── StoreBusy              somebody else holds it
@@ -23,6 +24,11 @@ class StoreError(Exception):
 
 class StoreFull(StoreError):
     """No room: the byte cap is reached or the disk is full. What was stored before stays."""
+
+
+class BudgetFull(StoreFull):
+    """The cap is reached, and nothing stored is worth less than what is new: the cache is as it
+    should be."""
 
 
 class StoreVersionError(StoreError):

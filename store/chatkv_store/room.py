@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from chatkv_store.budget import Budget, disk_free_bytes
 from chatkv_store.environment import DATA_FILE, PAGE_BYTES, NoRoom
-from chatkv_store.errors import StoreFull
+from chatkv_store.errors import BudgetFull, StoreFull
 
 if TYPE_CHECKING:
     from chatkv_store.blocks import BlockStore
@@ -97,7 +97,7 @@ class Room:
         return min(MAX_SPARE_BYTES, hard // 8)
 
     def _evict(self, num_bytes: int, batch: Sequence[Encoded], hard: int) -> None:
-        """Free `num_bytes`, of blocks that are worth less than those of `batch`; StoreFull where
+        """Free `num_bytes`, of blocks that are worth less than those of `batch`; BudgetFull where
         that cannot be, with nothing gone."""
         chosen = self._choose(num_bytes, batch, hard)
         for first in range(0, len(chosen), EVICTED_AT_ONCE):
@@ -108,7 +108,7 @@ class Room:
         self._store.count(hard, evicted_blocks=len(chosen), evicted_bytes=num_freed)
 
     def _choose(self, num_bytes: int, batch: Sequence[Encoded], hard: int) -> list[Candidate]:
-        full = StoreFull(
+        full = BudgetFull(
             f"the KV cache in {self._store.path} is full, and nothing in it is worth less than "
             "what is new; raise the cap, unpin or prune"
         )

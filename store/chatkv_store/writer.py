@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from chatkv_store.errors import StoreError, StoreFull
+from chatkv_store.errors import BudgetFull, StoreError, StoreFull
 from chatkv_store.keys import block_key
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class WriterStats:
     skipped: int  # stored already
     dropped: int  # refused because the queue was full, or lost to an error
     num_bytes: int  # payload bytes written
-    error: str | None  # the last StoreError, which the blocks of its job were lost to
+    error: str | None  # the last StoreError that blocks were lost to, but for a full budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,8 @@ class BlockWriter:
         except Exception as error:  # a lost block is no reason to lose the thread and all others
             with self._changed:
                 self._drop(job.blocks)
-                self._error = str(error) if isinstance(error, StoreError) else repr(error)
+                if not isinstance(error, BudgetFull):
+                    self._error = str(error) if isinstance(error, StoreError) else repr(error)
                 if isinstance(error, StoreFull):  # the store has counted them as refused
                     self._lost.difference_update(_keys(job.blocks))
             return

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from chatkv import runtime
+from chatkv.restore import disk
 from chatkv.restore.restorer import Restorer
 from chatkv_store.errors import StoreFull
 from turns import run_turns
@@ -72,6 +72,6 @@ def test_a_cache_that_may_not_be_looked_into(
     def forbidden(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(runtime, "default_budget", forbidden)
+    monkeypatch.setattr(disk, "default_budget", forbidden)
     result = run_turns(["hello"], model=str(tiny_checkpoint("llama3")))[0]
     assert any("Permission denied" in line for line in result["runtime_notices"])
