@@ -232,9 +232,7 @@ def answer(
 
 def serve_static(engine: Any, requests: list[Request], size: int) -> Served:
     """One batch after the other, in this thread."""
-    import torch
-
-    from chatkv.engine.pool import RunSpan
+    from chatkv.engine.scheduler import Piece
     from chatkv.engine.sequence import TokenSequence
 
     began, waiting = time.perf_counter(), list(requests)
@@ -248,18 +246,12 @@ def serve_static(engine: Any, requests: list[Request], size: int) -> Served:
         for sequence in sequences:
             engine.pool.reserve(sequence.run, len(sequence.ids) + num_steps)
         for step in range(num_steps):
-            spans, ids = [], []
-            for sequence in sequences:
-                new = sequence.ids[sequence.num_cached :]
-                spans.append(RunSpan(engine.pool, sequence.run, sequence.num_cached, len(new)))
-                ids += new
-                sequence.num_cached = len(sequence.ids)
-            logits = engine.decoder.forward(torch.tensor(ids), spans)
+            pieces = [Piece(one, one.num_cached, len(one.ids)) for one in sequences]
+            logits = engine.runner.forward(pieces)
             moment = time.perf_counter() - began
-            for request, sequence, token in zip(
-                batch, sequences, logits.argmax(1).tolist(), strict=True
-            ):
-                sequence.ids.append(token)
+            for request, sequence, after in zip(batch, sequences, logits, strict=True):
+                sequence.num_cached = len(sequence.ids)
+                sequence.ids.append(int(after.argmax()))
                 if step < request.num_tokens:
                     request.times.append(moment)
         for sequence in sequences:
