@@ -265,16 +265,15 @@ class BlockStore:
         """
         written = num_bytes = 0
         batch: list[Encoded] = []
-        for block in self._without_stored(blocks):
+        missing = self._without_stored(blocks)
+        for index, block in enumerate(missing, 1):
             batch.append(encode(namespace, layout, block, codec))
             num_queued = sum(encoded.header.num_payload_bytes for encoded in batch)
-            if num_queued >= COMMIT_BYTES or (self._room and self._room.is_a_commit(batch)):
-                done = self._commit(batch)
+            is_full = num_queued >= COMMIT_BYTES or (self._room and self._room.is_a_commit(batch))
+            if is_full or index == len(missing):
+                done = self._commit(batch, len(missing) - index)
                 written, num_bytes = written + done[0], num_bytes + done[1]
                 batch = []
-        if batch:
-            done = self._commit(batch)
-            written, num_bytes = written + done[0], num_bytes + done[1]
         return PutResult(written, len(blocks) - written, num_bytes)
 
     def payloads(self, block: StoredBlock) -> list[bytes]:
@@ -430,7 +429,9 @@ class BlockStore:
                 )
             ]
 
-    def _commit(self, batch: list[Encoded]) -> tuple[int, int]:
+    def _commit(self, batch: list[Encoded], num_behind: int = 0) -> tuple[int, int]:
+        """Write a batch; where there is no room for it, none of those behind it is tried."""
+
         def work(txn: Any) -> tuple[int, int]:
             num_blocks, num_bytes = write(txn, self._tables, batch, self._bad)
             amounts = {"written_blocks": num_blocks, "written_bytes": num_bytes}
@@ -441,7 +442,7 @@ class BlockStore:
             written = self.env.write(work) if self._room is None else self._room.write(batch, work)
         except StoreFull:
             with suppress(StoreError):  # a number for `cache stats`, no more
-                self.count(refused_blocks=len(batch))
+                self.count(refused_blocks=len(batch) + num_behind)
             raise
         self._bad.difference_update(encoded.key for encoded in batch)
         return written
