@@ -13,7 +13,14 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chatkv import __version__
-from chatkv.server import anthropic, ollama, openai, responses
+from chatkv.server import (
+    anthropic,
+    anthropic_writer,
+    ollama,
+    openai,
+    openai_writer,
+    responses,
+)
 from chatkv.server.answer import Answers
 from chatkv.server.http import error_response, in_thread, routes
 from chatkv.server.hub import Hub
@@ -28,9 +35,9 @@ def application(hub: Hub, listen: Listen) -> ASGIApp:
     metrics = Metrics()
     answers = Answers(hub, Offered(hub.folders, listen.models), metrics)
     found: list[BaseRoute] = [
-        *routes(openai.OpenAI(answers).handlers(), openai.error_body),
-        *routes(responses.Responses(answers).handlers(), openai.error_body),
-        *routes(anthropic.Anthropic(answers).handlers(), anthropic.error_body),
+        *routes(openai.OpenAI(answers).handlers(), openai_writer.error_body),
+        *routes(responses.Responses(answers).handlers(), openai_writer.error_body),
+        *routes(anthropic.Anthropic(answers).handlers(), anthropic_writer.error_body),
         *routes(ollama.Ollama(answers).handlers(), ollama.error_body),
     ]
     found += Watch(answers, found).routes()
@@ -126,4 +133,6 @@ async def _on_error(request: Request, error: Exception) -> Response:
     if path.startswith("/api/"):
         return error_response(error, ollama.error_body)
     is_anthropic = path.startswith("/v1/messages")
-    return error_response(error, anthropic.error_body if is_anthropic else openai.error_body)
+    return error_response(
+        error, anthropic_writer.error_body if is_anthropic else openai_writer.error_body
+    )

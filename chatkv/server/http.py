@@ -8,9 +8,8 @@ from then on. A client that leaves ends its answer within a step.
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,8 @@ from starlette.routing import Route
 
 from chatkv.errors import ChatkvError, UsageError
 from chatkv.server.answer import Answers
-from chatkv.server.asked import Asked, Carriers
+from chatkv.server.asked import Asked
+from chatkv.server.carriers import SESSION_HEADER
 from chatkv.server.stream import events
 from chatkv.server.wire import Event, error_event
 from chatkv_store.errors import StoreError
@@ -34,8 +34,6 @@ from chatkv_store.errors import StoreError
 ACCEPT_S = 2.0
 # Silence in a stream is broken this often, by the wall clock.
 KEEPALIVE_S = 5.0
-SESSION_HEADER = "X-Chatkv-Session"
-SCRATCH_HEADER = "X-Chatkv-Scratch"
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,6 @@ class Writer(Protocol):
 
     media_type: str
     alive: bytes
-    error_body: Callable[[Problem], dict[str, Any]]
 
     def write(self, event: Event) -> bytes: ...
 
@@ -116,21 +113,23 @@ async def body_of(request: Request) -> dict[str, Any]:
     return body
 
 
-async def respond(request: Request, answers: Answers, asked: Asked, writer: Writer) -> Response:
+async def respond(
+    request: Request, answers: Answers, asked: Asked, writer: Writer, error_body: ErrorBody
+) -> Response:
     """The answer to `asked`, streamed or whole."""
     stream = events(partial(answers.answer, asked))
     if not asked.is_streamed:
-        return await _whole(request, answers, stream, writer)
+        return await _whole(request, answers, stream, writer, error_body)
     seen = await _accepted(stream)
     problem = _problem(seen[-1]) if seen else None
     if problem is not None:
         await stream.aclose()
-        return JSONResponse(_decoded(writer, problem), problem.status)
+        return JSONResponse(error_body(problem), problem.status)
     body = _written(seen, stream, writer, answers)
     return StreamingResponse(body, media_type=writer.media_type, headers=_headers(seen))
 
 
-async def _accepted(stream: AsyncIterator[Event]) -> list[Event]:
+async def _accepted(stream: AsyncGenerator[Event, None]) -> list[Event]:
     """What happens until the request is accepted or refused, or that takes too long."""
     deadline = time.monotonic() + ACCEPT_S
     seen = []
@@ -145,8 +144,8 @@ async def _accepted(stream: AsyncIterator[Event]) -> list[Event]:
 
 
 async def _written(
-    seen: list[Event], stream: AsyncIterator[Event], writer: Writer, answers: Answers
-) -> AsyncIterator[bytes]:
+    seen: list[Event], stream: AsyncGenerator[Event, None], writer: Writer, answers: Answers
+) -> AsyncGenerator[bytes, None]:
     """The stream as it goes over the wire."""
     is_done = False
     last_s = time.monotonic()
@@ -165,8 +164,10 @@ async def _written(
         answers.metrics.num_disconnected += not is_done
 
 
-async def _joined(seen: list[Event], stream: AsyncIterator[Event]) -> AsyncIterator[Event]:
-    async with aclosing(stream) as rest:  # type: ignore[type-var]
+async def _joined(
+    seen: list[Event], stream: AsyncGenerator[Event, None]
+) -> AsyncGenerator[Event, None]:
+    async with aclosing(stream) as rest:
         for event in seen:
             yield event
         async for event in rest:
@@ -174,13 +175,17 @@ async def _joined(seen: list[Event], stream: AsyncIterator[Event]) -> AsyncItera
 
 
 async def _whole(
-    request: Request, answers: Answers, stream: AsyncIterator[Event], writer: Writer
+    request: Request,
+    answers: Answers,
+    stream: AsyncGenerator[Event, None],
+    writer: Writer,
+    error_body: ErrorBody,
 ) -> Response:
     """The answer when it is complete; a client that leaves ends it."""
 
     async def collect() -> list[Event]:
         kept = ("session", "result", "error")
-        async with aclosing(stream) as every:  # type: ignore[type-var]
+        async with aclosing(stream) as every:
             return [event async for event in every if event.event in kept]
 
     work = asyncio.create_task(collect())
@@ -199,7 +204,7 @@ async def _whole(
         return Response(status_code=499)
     problem = _problem(seen[-1])
     if problem is not None:
-        return JSONResponse(_decoded(writer, problem), problem.status)
+        return JSONResponse(error_body(problem), problem.status)
     return JSONResponse(writer.whole(seen[-1].data), headers=_headers(seen))
 
 
@@ -214,10 +219,6 @@ def _problem(event: Event) -> Problem | None:
     return Problem.of(str(event.data.get("kind")), event.text)
 
 
-def _decoded(writer: Writer, problem: Problem) -> dict[str, Any]:
-    return writer.error_body(problem)
-
-
 def _headers(seen: list[Event]) -> dict[str, str]:
     session = next((event.data["session"] for event in seen if event.event == "session"), "")
     return {"Cache-Control": "no-store", **({SESSION_HEADER: session} if session else {})}
@@ -225,67 +226,6 @@ def _headers(seen: list[Event]) -> dict[str, str]:
 
 async def in_thread(work: Callable[..., Any], *arguments: Any) -> Any:
     return await run_in_threadpool(work, *arguments)
-
-
-# --- how requests name a session, or that they want none ------------------------------------------
-
-# What clients send to have a title or tags of a conversation made, which is not part of it.
-_BACKGROUND = re.compile(
-    r"\A\s*(### Task:\s*\n.*\b(title|tags?|follow-up|query|queries|emoji|autocompletion)\b"
-    r"|(Please )?(write|generate|provide|create|suggest|summari[sz]e)\b.{0,80}\b(title|topic)\b"
-    r"|Analy[sz]e if this message indicates a new conversation topic)",
-    re.IGNORECASE | re.DOTALL,
-)
-_KEY_HEADERS = (
-    "x-openwebui-chat-id",
-    "x-conversation-id",
-    "chatui-conversation-id",
-    "session-id",
-    "session_id",
-    "x-grok-conv-id",
-)
-_USER_SESSION = re.compile(r"_session_([0-9A-Za-z-]{8,})\Z")
-
-
-def carriers_of(request: Request, body: dict[str, Any]) -> Carriers:
-    """How the request names its session, the most telling way first."""
-    keys: list[tuple[str, Any]] = [("prompt_cache_key", body.get("prompt_cache_key"))]
-    keys += [(name, request.headers.get(name)) for name in _KEY_HEADERS]
-    metadata = body.get("metadata")
-    if isinstance(metadata, dict):
-        keys.append(("metadata", _session_in(metadata.get("user_id"))))
-    keys.append(("user", body.get("user")))
-    found = tuple((kind, value) for kind, value in keys if isinstance(value, str) and value)
-    return Carriers(request.headers.get(SESSION_HEADER) or None, found)
-
-
-def _session_in(user_id: Any) -> str | None:
-    """Claude's clients put their session into the user's id, as JSON or at its end."""
-    if not isinstance(user_id, str):
-        return None
-    try:
-        inside = msgspec.json.decode(user_id)
-        found = inside.get("session_id") if isinstance(inside, dict) else None
-    except msgspec.DecodeError:
-        match = _USER_SESSION.search(user_id)
-        found = match[1] if match else None
-    return found if isinstance(found, str) else None
-
-
-def is_scratch(request: Request, body: dict[str, Any], messages: Any) -> bool:
-    """Whether the answer is to leave nothing: it was said so, or it looks like a client's own."""
-    said = request.headers.get(SCRATCH_HEADER, "").lower()
-    if said in ("0", "false", "no"):
-        return False
-    if said or body.get("store") is False:
-        return True
-    spoken = [message for message in messages if message["role"] != "system"]
-    return len(spoken) == 1 and bool(_BACKGROUND.match(spoken[0]["content"]))
-
-
-def owner_of(request: Request) -> str:
-    """Whose sessions the request may see; set by `security`."""
-    return str(request.scope.get("chatkv.owner", ""))
 
 
 def error_response(error: Exception, error_body: ErrorBody) -> Response:

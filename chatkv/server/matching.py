@@ -51,7 +51,8 @@ class Split:
     def of(cls, messages: Sequence[Message]) -> Split:
         start = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
         system = "\n".join(m["content"] for m in messages[:start]) if start else None
-        exchanges, asked = [], []
+        exchanges: list[Exchange] = []
+        asked: list[Message] = []
         for index, message in enumerate(messages[start:], start):
             if message["role"] == "assistant":
                 exchanges.append(Exchange(tuple(asked), message, index + 1))
@@ -195,16 +196,15 @@ class Matching:
                 if session.id == carriers.session and self._is_mine(session):
                     return session
             raise SessionNotFound(f"there is no session {carriers.session!r}")
-        for key in carriers.keys[:1]:
-            turn = self._store.turn_of_messages(self._key(*key))
+        turns = (self._store.turn_of_messages(self._key(*key)) for key in carriers.keys[:1])
+        for turn in filter(None, turns):
             with suppress(SessionNotFound):
-                session = self._store.get_session(turn.session_id) if turn is not None else None
-                if session is not None and self._is_mine(session):
-                    return session
+                session = self._store.get_session(turn.session_id)
+                return session if self._is_mine(session) else None
         return None
 
     def _is_mine(self, session: Session) -> bool:
-        return session.settings.get("owner", "") == self._asked.owner
+        return bool(session.settings.get("owner", "") == self._asked.owner)
 
     def _use(self, session_id: str, cancel: threading.Event) -> AbstractContextManager[Held]:
         self._hub.open(ChatRequest(self._runtime.model_spec, resume=session_id))

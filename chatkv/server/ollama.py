@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from datetime import UTC, datetime
 from typing import Any
@@ -13,14 +14,12 @@ from chatkv import __version__
 from chatkv.errors import UsageError
 from chatkv.server.answer import Answers, dumps
 from chatkv.server.asked import Asked, flag, messages_of, options_of, text, tools_of, whole
+from chatkv.server.carriers import carriers_of, is_scratch, owner_of
 from chatkv.server.http import (
     Handler,
     Problem,
     body_of,
-    carriers_of,
     in_thread,
-    is_scratch,
-    owner_of,
     respond,
 )
 from chatkv.server.offered import OfferedModel
@@ -75,7 +74,7 @@ class Ollama:
             is_streamed=flag(body, "stream", True),
             owner=owner_of(request),
         )
-        return await respond(request, self._answers, asked, Writer(name, is_chat=True))
+        return await respond(request, self._answers, asked, Writer(name, is_chat=True), error_body)
 
     async def generate(self, request: Request) -> Response:
         """One answer that belongs to no conversation."""
@@ -96,7 +95,7 @@ class Ollama:
             is_streamed=flag(body, "stream", True),
             owner=owner_of(request),
         )
-        return await respond(request, self._answers, asked, Writer(name, is_chat=False))
+        return await respond(request, self._answers, asked, Writer(name, is_chat=False), error_body)
 
     async def tags(self, request: Request) -> Response:
         """The models that may be asked for."""
@@ -173,7 +172,6 @@ class Writer:
     """Lines of JSON; the last one says `done`."""
 
     media_type, alive = "application/x-ndjson", b""
-    error_body = staticmethod(error_body)
 
     def __init__(self, name: str, is_chat: bool) -> None:
         self._name, self._is_chat = name, is_chat
@@ -230,10 +228,8 @@ class Writer:
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
     """A tool call, with its arguments as an object."""
-    from json import loads
-
     function = call["function"]
-    return {"function": {"name": function["name"], "arguments": loads(function["arguments"])}}
+    return {"function": {"name": function["name"], "arguments": json.loads(function["arguments"])}}
 
 
 def _tag(found: OfferedModel, loaded: dict[str, Any] | None) -> dict[str, Any]:

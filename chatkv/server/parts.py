@@ -87,7 +87,8 @@ def said_in(answer: str, has_tools: bool) -> Said:
     before, end, _ = answer.partition(END_THINK)
     parts = Parts(bool(end) and THINK not in before, has_tools)
     found = [*parts.push(answer), *parts.flush()]
-    content, reasoning, calls = "", "", []
+    content, reasoning = "", ""
+    calls: list[dict[str, Any]] = []
     for kind, text in found:
         call = call_in(text, len(calls)) if kind == "call" else None
         if call is not None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from chatkv.server.http import SESSION_HEADER
+from chatkv.server.carriers import SESSION_HEADER
 from chatkv.server.listen import Access
 
 MAX_BODY_BYTES = 32 << 20

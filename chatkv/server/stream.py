@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 
 from chatkv.engine.scheduler import Cancelled
@@ -18,7 +18,7 @@ log = logging.getLogger("chatkv.server")
 Emit = Callable[[Event], None]
 
 
-async def events(work: Callable[[Emit, threading.Event], None]) -> AsyncIterator[Event]:
+async def events(work: Callable[[Emit, threading.Event], None]) -> AsyncGenerator[Event, None]:
     """What `work(emit, cancel)` emits, as it does, and `alive` in between when it is silent.
 
     An exception becomes the last event. Where nobody reads any more, `cancel` is set and the
