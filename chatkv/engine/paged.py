@@ -15,7 +15,7 @@ from torch import Tensor
 from chatkv.engine.pool import BLOCK_TOKENS, Pool, Run
 
 
-@dataclass
+@dataclass(eq=False)
 class PagedPool(Pool):
     """kv: [num_blocks, num_layers, 2 (keys, values), num_kv_heads, BLOCK_TOKENS, head_dim]."""
 

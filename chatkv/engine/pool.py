@@ -52,7 +52,7 @@ class Run:
         return self.first_block * BLOCK_TOKENS
 
 
-@dataclass
+@dataclass(eq=False)
 class Pool(ABC):
     """`num_blocks` blocks of `BLOCK_TOKENS` tokens for every layer.
 
@@ -125,7 +125,7 @@ class Pool(ABC):
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class BlockPool(Pool):
     """A pool whose runs are consecutive.
 

@@ -20,7 +20,8 @@ import torch
 from chatkv.engine.engine import Engine
 from chatkv.engine.sequence import TokenSequence
 from chatkv.restore.cost import CostModel
-from chatkv.restore.saver import DiskTier, Saver, pool_bits
+from chatkv.restore.saver import DiskTier, Saver
+from chatkv.restore.staging import reach
 from chatkv_store.blocks import BlockStore, StoredBlock
 from chatkv_store.environment import DATA_FILE
 from chatkv_store.layout import KVLayout
@@ -166,9 +167,8 @@ def _time_loads(
 
         def load(blocks: Sequence[StoredBlock]) -> Sample:
             began, cpu_began = time.perf_counter(), time.process_time()
-            done = load_blocks(
-                store, blocks, layout, pool_bits(engine.pool, sequence), default_threads()
-            )
+            into = reach(engine.pool, layout).destination(sequence.run)
+            done = load_blocks(store, blocks, layout, into, default_threads())
             seconds = time.perf_counter() - began
             cpu_s = (time.process_time() - cpu_began) / len(os.sched_getaffinity(0))
             return Sample(done.num_tokens_ok, seconds, cpu_s)

@@ -29,7 +29,8 @@ from chatkv.restore.misses import (
     num_missing,
 )
 from chatkv.restore.plan import Plan, Situation, Wanted, choose, survey
-from chatkv.restore.saver import DiskTier, Saver, pool_bits
+from chatkv.restore.saver import DiskTier, Saver
+from chatkv.restore.staging import reach
 from chatkv_store.blocks import Match, StoredBlock
 from chatkv_store.errors import StoreError
 from chatkv_store.layout import KVLayout
@@ -110,6 +111,7 @@ class Restorer:
         self._costs, self._cost_key, self._label = costs, key, label
         self.cost = costs.load(key)
         self._frequencies = inverse_frequencies(engine.decoder.config)[0].numpy()
+        self._reach = reach(engine.pool, layout)
         self._saver = (
             Saver(engine.pool, layout, disk, self._frequencies) if disk is not None else None
         )
@@ -326,7 +328,7 @@ class Restorer:
             self.disk.store,
             blocks,
             self.layout,
-            pool_bits(self.engine.pool, sequence),
+            self._reach.destination(sequence.run),
             default_threads(),
             on_group_done=lambda group, num_ok: on_group(group, first * BLOCK_TOKENS + num_ok),
         )
@@ -343,11 +345,11 @@ class Restorer:
 
     def _load_from_the_end(self, sequence: TokenSequence, planned: Planned) -> BothEnds:
         """Begin to load the stored blocks, the last ones first, beside the prefill that follows."""
-        bits = pool_bits(self.engine.pool, sequence)
+        into = self._reach.destination(sequence.run)
 
         def load(blocks: Sequence[StoredBlock]) -> tuple[int, int, str | None]:
             assert self.disk is not None and self._saver is not None
-            done = load_blocks(self.disk.store, blocks, self.layout, bits, default_threads())
+            done = load_blocks(self.disk.store, blocks, self.layout, into, default_threads())
             sound = done.num_tokens_ok // blocks[0].num_tokens
             self._saver.loaded(sequence, blocks[:sound])
             if sound < len(blocks):

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import torch
-
-from chatkv.engine.pool import BLOCK_TOKENS, BlockPool
+from chatkv.engine.pool import BLOCK_TOKENS, Pool
 from chatkv.engine.sequence import TokenSequence
+from chatkv.restore.staging import reach
 from chatkv_store import codec as codecs
 from chatkv_store.blocks import BlockStore
 from chatkv_store.chain import NewBlock, StoredBlock
@@ -64,12 +63,13 @@ class Saver:
 
     def __init__(
         self,
-        pool: BlockPool,
+        pool: Pool,
         layout: KVLayout,
         disk: DiskTier,
         inverse_frequencies: npt.NDArray[np.float32],
     ) -> None:
-        self.pool, self.layout, self.disk = pool, layout, disk
+        self.layout, self.disk = layout, disk
+        self._reach = reach(pool, layout)
         self._inverse_frequencies = inverse_frequencies
         self._chains: WeakKeyDictionary[TokenSequence, _Chain] = WeakKeyDictionary()
 
@@ -121,7 +121,7 @@ class Saver:
         index = start // BLOCK_TOKENS
         parent = chain.keys[index - 1] if index else self.disk.namespace
         # A copy, since the pool's memory may be given to somebody else before it is written.
-        bits = pool_bits(self.pool, sequence)[:, :, :, start:stop].copy()
+        bits = self._reach.copy(sequence.run, start, stop)
 
         def value(group: int) -> npt.NDArray[Any]:
             layers = self.layout.value_layers(group)
@@ -130,10 +130,3 @@ class Saver:
         block = NewBlock(parent, sequence.ids[start:stop], value, start, self._inverse_frequencies)
         codec = codecs.KEPT if start < chain.quantised_end else self.disk.codec
         return self.disk.writer.submit(self.disk.namespace, self.layout, [block], codec)
-
-
-def pool_bits(pool: BlockPool, sequence: TokenSequence) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """View of a sequence's KV as bits: [layers, 2, kv_heads, capacity, head_dim]."""
-    slots = pool.slots(sequence.run, 0, sequence.run.capacity)
-    kind = torch.uint32 if slots.dtype == torch.float32 else torch.uint16
-    return slots.view(kind).numpy()

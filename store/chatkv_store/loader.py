@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from chatkv_store.chain import RunResult, StoredBlock
 from chatkv_store.errors import BlockMiss
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from chatkv_store.blocks import BlockStore
     from chatkv_store.codec import Bits
 
-RUN_BLOCKS = 8  # values read in one go
+RUN_BLOCKS = 8  # values read in one go into an array
 
 
 def default_threads() -> int:
@@ -43,11 +43,26 @@ class LoadResult:
     stopped: bool = False
 
 
+@runtime_checkable
+class Destination(Protocol):
+    """A place that KV does not reach as an array in memory."""
+
+    @property
+    def run_blocks(self) -> int:
+        """The most values that `read` takes."""
+
+    def read(
+        self, store: BlockStore, blocks: Sequence[StoredBlock], group: int, start: int
+    ) -> RunResult:
+        """Bring value `group` of neighbouring blocks to the tokens from `start` on, up to the first
+        bad one. What it says is read has arrived. Called by several threads."""
+
+
 def load_blocks(
     store: BlockStore,
     blocks: Sequence[StoredBlock],
     layout: KVLayout,
-    destination: Bits,
+    destination: Bits | Destination,
     threads: int,
     on_group_done: Callable[[int, int], None] | None = None,
     stop: Callable[[], bool] | None = None,
@@ -55,12 +70,13 @@ def load_blocks(
 ) -> LoadResult:
     """Decode `blocks` (a chain, as `BlockStore.match` returns it) into `destination`.
 
-    `destination` is [num_layers, 2 (K, V), num_kv_heads, tokens, head_dim] bits of any strides;
-    block `i` goes to the tokens from `positions[i]`, by default its own `start`.
+    `destination` is [num_layers, 2 (K, V), num_kv_heads, tokens, head_dim] bits of any strides, or
+    stands for such; block `i` goes to the tokens from `positions[i]`, by default its own `start`.
     `on_group_done(group, num_tokens_ok)` is called for each layer group in order, on one of the
     threads, when all that will come of it has come. `stop()` is asked between values.
     """
-    load = _Load(store, blocks, layout, destination, on_group_done, stop, positions, threads)
+    into = destination if isinstance(destination, Destination) else _Array(layout, destination)
+    load = _Load(store, blocks, layout, into, on_group_done, stop, positions, threads)
     workers = [
         threading.Thread(target=load.work, name=f"kv-read-{i}", daemon=True)
         for i in range(max(1, min(threads, len(blocks) * layout.num_values)))
@@ -79,6 +95,28 @@ def load_blocks(
     return load.result()
 
 
+@dataclass(frozen=True, slots=True)
+class _Array:
+    """An array as a destination."""
+
+    layout: KVLayout
+    bits: Bits
+    run_blocks: int = RUN_BLOCKS
+
+    def read(
+        self, store: BlockStore, blocks: Sequence[StoredBlock], group: int, start: int
+    ) -> RunResult:
+        layers = self.layout.value_layers(group)
+        tokens = slice(start, start + sum(block.num_tokens for block in blocks))
+        out = self.bits[layers.start : layers.stop, :, :, tokens]
+        if len(blocks) > 1:
+            return store.read_run(blocks, group, out)
+        try:
+            return RunResult(1, store.read(blocks[0], group, out), None)
+        except BlockMiss as miss:
+            return RunResult(0, 0, miss.reason)
+
+
 class _Load:
     """The state that the threads of one `load_blocks` share."""
 
@@ -87,7 +125,7 @@ class _Load:
         store: BlockStore,
         blocks: Sequence[StoredBlock],
         layout: KVLayout,
-        destination: Bits,
+        destination: Destination,
         on_group_done: Callable[[int, int], None] | None,
         stop: Callable[[], bool] | None,
         positions: Sequence[int] | None,
@@ -95,13 +133,13 @@ class _Load:
     ) -> None:
         self._store = store
         self._blocks = blocks
-        self._layout = layout
-        self._destination = destination
+        self._destination, self._layout = destination, layout
         self._on_group_done = on_group_done
         self._stop = stop
         self._positions = positions if positions is not None else [b.start for b in blocks]
         self._lock = threading.Lock()
-        runs = _runs(blocks, self._positions, layout.block_tokens, max(1, len(blocks) // threads))
+        longest = max(1, min(destination.run_blocks, len(blocks) // threads))
+        runs = _runs(blocks, self._positions, layout.block_tokens, longest)
         self._tasks: Iterator[tuple[int, range]] = (
             (group, run) for group in range(layout.num_values) for run in runs
         )
@@ -164,16 +202,7 @@ class _Load:
 
     def _read(self, group: int, run: range) -> RunResult:
         blocks = self._blocks[run.start : run.stop]
-        layers = self._layout.value_layers(group)
-        start = self._positions[run.start]
-        tokens = slice(start, start + sum(block.num_tokens for block in blocks))
-        out = self._destination[layers.start : layers.stop, :, :, tokens]
-        if len(blocks) > 1:
-            return self._store.read_run(blocks, group, out)
-        try:
-            return RunResult(1, self._store.read(blocks[0], group, out), None)
-        except BlockMiss as miss:
-            return RunResult(0, 0, miss.reason)
+        return self._destination.read(self._store, blocks, group, self._positions[run.start])
 
     def _report(self) -> None:
         """Call `on_group_done` for every group whose turn has come."""
@@ -196,10 +225,9 @@ class _Load:
 
 
 def _runs(
-    blocks: Sequence[StoredBlock], positions: Sequence[int], block_tokens: int, share: int
+    blocks: Sequence[StoredBlock], positions: Sequence[int], block_tokens: int, longest: int
 ) -> list[range]:
-    """Cut the blocks into what is read in one go: whole neighbours, at most `share` of them."""
-    longest = min(RUN_BLOCKS, share)
+    """Cut the blocks into what is read in one go: whole neighbours, at most `longest` of them."""
     whole = [b.num_tokens == b.header.num_tokens == block_tokens for b in blocks]
     runs: list[range] = []
     for index in range(len(blocks)):

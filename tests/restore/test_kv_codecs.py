@@ -15,7 +15,7 @@ from chatkv.client import ChatRequest, KVCodec, OpenChat, open_chat
 from chatkv.engine.sampling import SamplingOptions
 from chatkv.errors import PersistenceError
 from chatkv.paths import folders
-from chatkv.restore.saver import pool_bits
+from chatkv.restore.staging import reach
 from chatkv.session.turn import TurnOptions, TurnResult
 from chatkv_store import codec as codecs
 from chatkv_store.blocks import StoredBlock
@@ -56,7 +56,8 @@ def stored(chat: OpenChat, ids: Sequence[int]) -> list[StoredBlock]:
 
 def kv_of_pool(chat: OpenChat) -> npt.NDArray[Any]:
     sequence = chat.conversation.sequence
-    return pool_bits(chat.runtime.engine.pool, sequence)[:, :, :, : sequence.num_cached].copy()
+    kv = reach(chat.runtime.engine.pool, chat.runtime.layout)
+    return kv.copy(sequence.run, 0, sequence.num_cached)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
