@@ -28,7 +28,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "store")]
 from bench_common import Figure, Options, run, say  # noqa: E402
 
 SLOTS = 16  # answers at once, also the largest static batch
-STATIC_SIZES = (4, 8, SLOTS)
 STEPS_AT_ONCE = 12  # so many answers would have to run at once, were each as fast as one alone
 
 
@@ -42,10 +41,11 @@ class Sizes:
     answer: int
     arriving_prompt: int  # beside RUNNING answers
     repeats: int
+    static: tuple[int, ...]  # sizes of batches, the largest last
 
 
-QUICK = Sizes(48, 12, 96, 12, 768, 1)
-FULL = Sizes(96, 24, 256, 40, 4096, 3)
+QUICK = Sizes(32, 12, 96, 10, 512, 1, (8, SLOTS))
+FULL = Sizes(96, 24, 256, 40, 4096, 3, (4, 8, SLOTS))
 LONG_SHARE = 0.1  # of the prompts: what is new in a chat is shorter than its answer, mostly
 RUNNING = 4
 SEED = 20
@@ -116,7 +116,7 @@ def replay(engine: Any, sizes: Sizes, step_s: float) -> list[Figure]:
         return make_trace(sizes, step_s, engine.decoder.config.vocab_size)
 
     static: list[Served] = []
-    for size in STATIC_SIZES:
+    for size in sizes.static:
         say(f"static batches of {size} ...")
         static.append(serve_static(engine, fresh(), size))
     say("continuous batching, whole prompts ...")
@@ -127,13 +127,13 @@ def replay(engine: Any, sizes: Sizes, step_s: float) -> list[Figure]:
         Figure(
             f"throughput, static, batches of {size}", one.tokens_per_s, "tokens/s", note=spread(one)
         )
-        for size, one in zip(STATIC_SIZES, static, strict=True)
+        for size, one in zip(sizes.static, static, strict=True)
     ]
     for name, served in (("whole prompts", whole), ("chunks", chunks)):
         # The best static batch whose tokens come at least as evenly; else the smallest one.
         fair = [one for one in static if one.worst_gap_s <= served.worst_gap_s] or static[:1]
         best = max(fair, key=lambda one: one.tokens_per_s)
-        size = STATIC_SIZES[static.index(best)]
+        size = sizes.static[static.index(best)]
         figures.append(
             Figure(
                 f"throughput, {name}",
