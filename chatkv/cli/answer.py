@@ -16,6 +16,7 @@ from chatkv.client import ChatRequest, KVCodec
 if TYPE_CHECKING:
     from types import FrameType
 
+    from chatkv.engine.options import SamplingOptions
     from chatkv.session.turn import TurnOptions, TurnResult
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -127,14 +128,20 @@ def chat_request(arguments: dict[str, Any]) -> ChatRequest:
     return ChatRequest(**{name: arguments[name] for name in names})
 
 
+def sampling_options(arguments: dict[str, Any]) -> SamplingOptions:
+    """The options of `chat_options` that say how tokens are drawn. Raises UsageError."""
+    from chatkv.engine.options import SamplingOptions
+
+    names = ("temperature", "top_p", "top_k", "min_p")
+    return SamplingOptions(**{name: arguments[name] for name in names})
+
+
 def turn_options(arguments: dict[str, Any]) -> TurnOptions:
     """The options of `chat_options` that concern one turn."""
-    from chatkv.engine.options import SamplingOptions
     from chatkv.session.turn import TurnOptions
 
-    sampling = {name: arguments[name] for name in ("temperature", "top_p", "top_k", "min_p")}
     return TurnOptions(
-        SamplingOptions(**sampling),
+        sampling_options(arguments),
         max_tokens=arguments["max_tokens"],
         stop=tuple(arguments["stop"]),
         seed=arguments["seed"],

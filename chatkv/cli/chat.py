@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import click
 
-from chatkv.cli import full_screen, plain
-from chatkv.cli.answer import chat_options, chat_request, turn_options
+from chatkv.cli import full_screen
+from chatkv.cli.answer import chat_options, chat_request, sampling_options, turn_options
 from chatkv.cli.stores import complete_session, open_conversations
 from chatkv.client import ChatRequest
 from chatkv.paths import folders
@@ -50,14 +51,16 @@ resume.params = [
 
 
 def _chat(arguments: dict[str, Any]) -> None:
-    request, options = chat_request(arguments), turn_options(arguments)
-    if arguments["plain"] or not full_screen.is_possible():
-        plain.converse(request, options, request.system)
-        return
-    left = full_screen.show(_found(request), options)
-    if left.goes_on_plain:
-        on = ChatRequest(resume=left.session) if left.session else request
-        plain.converse(on, options, on.system)
+    request = chat_request(arguments)
+    if not arguments["plain"] and full_screen.is_possible():
+        sampling_options(arguments)  # nonsense is refused before anything is shown
+        left = full_screen.show(_found(request), partial(turn_options, arguments))
+        if not left.goes_on_plain:
+            return
+        request = ChatRequest(resume=left.session) if left.session else request
+    from chatkv.cli import plain
+
+    plain.converse(request, turn_options(arguments), request.system)
 
 
 def _found(request: ChatRequest) -> ChatRequest:

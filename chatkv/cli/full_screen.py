@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 from chatkv.cli.answer import say
 from chatkv.cli.output import count, plural, size
-from chatkv.cli.plain import is_read_aloud
 from chatkv.client import ChatRequest, connect
 from chatkv.paths import folders
 
@@ -26,7 +26,12 @@ def is_possible() -> bool:
     return os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
-def show(request: ChatRequest, options: TurnOptions) -> Left:
+def is_read_aloud() -> bool:
+    """Whether somebody listens to the screen, who is to hear who speaks."""
+    return os.environ.get("CHATKV_A11Y", "") not in ("", "0")
+
+
+def show(request: ChatRequest, options: Callable[[], TurnOptions]) -> Left:
     """Chat until the user leaves."""
     from chatkv.tui.app import ChatApp
     from chatkv.tui.library import Library

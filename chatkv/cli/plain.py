@@ -3,7 +3,6 @@ was written stays as it is."""
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from contextlib import suppress
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from chatkv.cli.answer import Interrupt, Status, say, shown, summary
+from chatkv.cli.full_screen import is_read_aloud
 from chatkv.cli.output import plural, wants_colour
 from chatkv.client import ChatRequest, connect
 from chatkv.client.link import EngineGone
@@ -49,11 +49,6 @@ def converse(request: ChatRequest, options: TurnOptions, system: str | None) -> 
             say(f"chatkv: {turns} of this conversation could not be saved")
     finally:
         status.clear()
-
-
-def is_read_aloud() -> bool:
-    """Whether somebody listens to the screen, who is to hear who speaks."""
-    return os.environ.get("CHATKV_A11Y", "") not in ("", "0")
 
 
 class ToldStatus(Status):

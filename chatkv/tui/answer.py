@@ -1,79 +1,92 @@
 """One answer: Markdown while it is of a size to be read, plain text beyond.
 
-While it streams, only its last block is parsed again. A long one would make that slow in the end,
-so what follows the first MAX_LINES lines is appended as text, a piece of bounded size at a time.
+It is a column of pieces. Only the last one is painted again while the answer grows; what is settled
+is never touched.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from textual.app import ComposeResult
 from textual.containers import Vertical
-from textual.widgets import Markdown, Static
-from textual.widgets.markdown import MarkdownStream
+from textual.widgets import Static
 
 from chatkv.words import printable
 
-MAX_LINES, PIECE_LINES = 2_000, 200
-# Parsing this much at once takes a quarter of a second; more is shown as it is.
-MAX_AT_ONCE_CHARS = 20_000
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+# Beyond this nobody reads Markdown, and parsing it would make the chat slow.
+MAX_LINES, PLAIN_LINES = 2_000, 200
 
 
 class Answer(Vertical):
-    """`write` adds to it, `freeze` ends that; one that is given a text is complete."""
+    """`write` adds to it; one that is given a text may be added to as well."""
 
     DEFAULT_CSS = """
     Answer { height: auto; }
-    Answer Markdown { padding: 0; margin: 0; background: transparent; }
-    Answer MarkdownBlock:last-of-type { margin-bottom: 0; }
-    Answer MarkdownFence { margin: 0 0 1 0; }
-    Answer Static { height: auto; }
+    Answer > Static { height: auto; margin: 0 0 1 0; }
+    Answer > Static.plain, Answer > Static:last-child { margin: 0; }
     """
 
     def __init__(self, text: str = "") -> None:
         super().__init__()
-        self._parts = [text]
+        self._parts = [text] if text else []
         self._lines = text.count("\n")
-        self._whole = text
-        self._stream: MarkdownStream | None = None
-        self._tail: list[str] = []  # of the last plain piece
-        self._plain: Static | None = None
-        self.is_plain = len(text) > MAX_AT_ONCE_CHARS or self._lines > MAX_LINES
+        self._last: Static | None = None
+        self._tail = ""  # what `_last` shows
+        self.is_plain = self._lines > MAX_LINES
 
     @property
     def text(self) -> str:
         return "".join(self._parts)
 
+    @property
+    def num_last_lines(self) -> int:
+        """What painting once more costs: lines of the piece that is not settled."""
+        return self._tail.count("\n")
+
     def compose(self) -> ComposeResult:
-        if self.is_plain:
-            lines = printable(self._whole).splitlines(keepends=True)
-            for start in range(0, len(lines), PIECE_LINES):
-                piece = "".join(lines[start : start + PIECE_LINES])
-                yield Static(piece.removesuffix("\n"), markup=False)
-        else:
-            yield Markdown(printable(self._whole), open_links=False)
+        for piece in self._cut(printable(self.text)) if self._parts else []:
+            self._tail, self._last = piece, self._piece()
+            self._last.update(self._shown(piece))
+            yield self._last
 
     async def write(self, text: str) -> None:
-        """Show more text. Returns at once: what cannot be painted as fast is put together."""
+        """Show more text."""
         self._parts.append(text)
         self._lines += text.count("\n")
-        if self.is_plain or self._lines > MAX_LINES:
-            self.is_plain = True
-            await self.freeze()
-            await self._append_plain(printable(text))
-            return
-        if self._stream is None:
-            self._stream = Markdown.get_stream(self.query_one(Markdown))
-        await self._stream.write(printable(text))
+        if self._lines > MAX_LINES and not self.is_plain:
+            self.is_plain, self._last, self._tail = True, None, ""  # what stands there stays
+        *settled, self._tail = self._cut(self._tail + printable(text))
+        for piece in settled:
+            (await self._open_piece()).update(self._shown(piece))
+            self._last = None
+        (await self._open_piece()).update(self._shown(self._tail))
 
-    async def freeze(self) -> None:
-        """Paint what is left, and be done."""
-        if self._stream is not None:
-            stream, self._stream = self._stream, None
-            await stream.stop()
+    async def _open_piece(self) -> Static:
+        """The piece that grows."""
+        if self._last is None:
+            self._last = self._piece()
+            await self.mount(self._last)
+        return self._last
 
-    async def _append_plain(self, text: str) -> None:
-        if self._plain is None or len(self._tail) > PIECE_LINES:
-            self._tail, self._plain = [], Static(markup=False)
-            await self.mount(self._plain)
-        self._tail = ("".join(self._tail) + text).splitlines(keepends=True)
-        self._plain.update("".join(self._tail).removesuffix("\n"))
+    def _piece(self) -> Static:
+        return Static(markup=False, classes="plain" if self.is_plain else None)
+
+    def _shown(self, piece: str) -> RenderableType:
+        if self.is_plain:
+            return piece.removesuffix("\n")
+        from chatkv.tui.rendering import Piece  # its parser takes a while to import
+
+        return Piece(piece, self.app.current_theme.dark)
+
+    def _cut(self, text: str) -> list[str]:
+        if self.is_plain:
+            lines = text.splitlines(keepends=True)
+            starts = range(0, len(lines), PLAIN_LINES)
+            return ["".join(lines[start : start + PLAIN_LINES]) for start in starts]
+        from chatkv.tui.rendering import pieces
+
+        return pieces(text)

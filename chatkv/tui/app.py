@@ -37,6 +37,15 @@ class ChatApp(App[Left]):
         if start.keymap:
             self.set_keymap(keys.check(start.keymap))
 
+    def on_mount(self) -> None:
+        self.call_after_refresh(self._dress)
+
+    def _dress(self) -> None:
+        """Import what paints answers while nobody waits for it."""
+        from chatkv.tui.rendering import THEME
+
+        self.console.push_theme(THEME)
+
     def get_default_screen(self) -> Screen[None]:
         return self.chat
 

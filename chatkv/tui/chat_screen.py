@@ -186,8 +186,10 @@ class ChatScreen(Screen[None]):
             self.show_status(message.stage)
 
     def on_text_arrived(self) -> None:
-        if self._flush is None:
-            self._flush = self.set_timer(PAINT_S, self._paint_text)
+        if self._flush is None and self.answering is not None:
+            # A piece that takes long to paint, such as a long table, is painted less often.
+            lines = self.answering.answer.num_last_lines
+            self._flush = self.set_timer(PAINT_S * (1 + lines / 50), self._paint_text)
 
     async def _paint_text(self) -> None:
         self._flush = None

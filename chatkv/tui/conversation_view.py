@@ -185,7 +185,6 @@ class ConversationView(VerticalScroll, can_focus=False):
 
     async def finish(self, view: TurnView, turn: TurnText) -> None:
         """The turn is over. Where it ended otherwise than it was heard, `show` corrects that."""
-        await view.answer.freeze()
         if view.answer.text == turn.reply:
             view.become(turn)
             self.turns[-1:] = [turn]

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from chatkv.client import TurnText
 from chatkv.words import ago, plural, printable
-from chatkv_store.conversations import Conversations, Session, Turn
+
+if TYPE_CHECKING:
+    from chatkv_store.conversations import Conversations, Session, Turn
 
 # What a list shows, and what a preview shows of a conversation's end.
 MAX_SHOWN, PREVIEW_TURNS, PREVIEW_CHARS = 200, 3, 600
@@ -34,6 +37,8 @@ class Library:
     @property
     def _store(self) -> Conversations:
         if self._opened is None:
+            from chatkv_store.conversations import Conversations
+
             self._opened = Conversations(self._path, must_open=False)
         return self._opened
 

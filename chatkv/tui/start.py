@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from chatkv.client import ChatRequest
-from chatkv.session.turn import TurnOptions
 from chatkv.tui.library import Library
 from chatkv.tui.worker import Connect
+
+if TYPE_CHECKING:
+    from chatkv.session.turn import TurnOptions
+
+
+def default_options() -> TurnOptions:
+    """How answers are made unless somebody says otherwise."""
+    from chatkv.session.turn import TurnOptions
+
+    return TurnOptions()
 
 
 @dataclass(frozen=True)
@@ -20,7 +30,7 @@ class Start:
     connect: Connect
     library: Library
     request: ChatRequest = field(default_factory=ChatRequest)
-    options: TurnOptions = field(default_factory=TurnOptions)
+    options: Callable[[], TurnOptions] = default_options  # asked for with the first message
     explain: Callable[[str, int], list[str]] = lambda session, turn: []
     coverage: Callable[[str], list[str]] = lambda session: []
     copy_to: Path = Path("copied.txt")

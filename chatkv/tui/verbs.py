@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,17 +13,15 @@ from textual.timer import Timer
 
 from chatkv.client import ChatRequest, TurnText
 from chatkv.errors import ChatkvError, UsageError
-from chatkv.tui import clipboard, commands, settings, transcript
+from chatkv.tui import clipboard, commands, transcript
 from chatkv.tui.branches import branches
-from chatkv.tui.choice_screen import Choice, ChoiceScreen, branch_choices
 from chatkv.tui.commands import Call
-from chatkv.tui.help_screen import HelpScreen
 from chatkv.tui.panels import Suggestions, TimelinePanel
-from chatkv.tui.session_screen import SessionScreen
 from chatkv.tui.start import Start
 from chatkv_store.errors import StoreError
 
 if TYPE_CHECKING:
+    from chatkv.session.turn import TurnOptions
     from chatkv.tui.app import ChatApp
     from chatkv.tui.chat_screen import ChatScreen
 
@@ -36,9 +35,14 @@ class Verbs:
 
     def __init__(self, app: ChatApp, start: Start) -> None:
         self._app, self._start = app, start
-        self.options, self.system = start.options, start.request.system
+        self.system = start.request.system
         self._editing: int | None = None  # the turn whose message stands in the input
         self._draft: Timer | None = None
+
+    @cached_property
+    def options(self) -> TurnOptions:
+        """How the next answer is made."""
+        return self._start.options()
 
     @property
     def _chat(self) -> ChatScreen:
@@ -111,6 +115,8 @@ class Verbs:
     def values(self, name: str) -> list[str]:
         """What may stand behind a command."""
         if name == "set":
+            from chatkv.tui import settings
+
             return list(settings.NAMES)
         if name == "theme":
             return sorted(self._app.available_themes)
@@ -150,6 +156,8 @@ class Verbs:
 
     def on_full(self, why: str) -> None:
         """The message does not fit: nothing is cut off silently, so the user chooses."""
+        from chatkv.tui.choice_screen import Choice, ChoiceScreen
+
         choices = [
             Choice("shift", "Let the oldest turns leave the model's view, and send it"),
             Choice("new", "Begin another conversation"),
@@ -175,6 +183,8 @@ class Verbs:
     # --- commands -------------------------------------------------------------------------------
 
     async def _help(self, argument: str) -> None:
+        from chatkv.tui.help_screen import HelpScreen
+
         self._app.push_screen(HelpScreen(self._start.keymap))
 
     async def _new(self, argument: str) -> None:
@@ -193,6 +203,8 @@ class Verbs:
             current = self._chat.facts.session if self._chat.facts else None
             if session is not None and session != current:
                 self._app.run_worker(self._open(ChatRequest(resume=session)))
+
+        from chatkv.tui.session_screen import SessionScreen
 
         self._app.push_screen(SessionScreen(library, self._chat.worker.warm), chosen)
 
@@ -216,6 +228,8 @@ class Verbs:
         def chosen(turn_id: str | None) -> None:
             if turn_id is not None and turn_id != found[0].turn_id:
                 self._chat.worker.switch(turn_id)
+
+        from chatkv.tui.choice_screen import ChoiceScreen, branch_choices
 
         self._app.push_screen(ChoiceScreen("Branches", "", branch_choices(found)), chosen)
 
@@ -271,6 +285,8 @@ class Verbs:
         await self._open(ChatRequest(model=argument, resume=resume))
 
     async def _set(self, argument: str) -> None:
+        from chatkv.tui import settings
+
         name, _, value = argument.partition(" ")
         if value:
             self.options = settings.changed(self.options, name, value.strip())

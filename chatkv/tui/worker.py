@@ -11,15 +11,17 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from textual.message import Message
 
 from chatkv.client import Chat, ChatRequest
 from chatkv.errors import ChatkvError, ContextFull
-from chatkv.session.turn import Listener, TurnOptions, TurnResult
 from chatkv.tui import messages
 from chatkv_store.errors import StoreError
+
+if TYPE_CHECKING:
+    from chatkv.session.turn import Listener, TurnOptions, TurnResult
 
 Progress = Callable[[str, int, int], None]
 # How long leaving waits for an answer to be stopped and saved.
@@ -151,6 +153,8 @@ class Worker:
         self._jobs.put(lambda: self._answer(turn))
 
     def _answer(self, turn: Callable[[Chat, Listener], TurnResult]) -> None:
+        from chatkv.session.turn import Listener
+
         began = False
 
         def progress(stage: str, done: int, total: int) -> None:

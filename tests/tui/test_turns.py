@@ -8,8 +8,6 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from textual.widgets import Markdown
-
 from asynchronous import asynchronous
 from chatkv.client import ChatRequest
 from chatkv.client.link import EngineGone
@@ -64,7 +62,7 @@ async def test_an_answer_is_markdown_and_the_status_tells_what_it_took(tui: Tui)
             assert part in chat.status
         for part in ("first token 80 ms", "25 tokens/s", "from disk", "Scripted-1B"):
             assert part in chat.status
-        assert len(chat.app.chat.conversation.query(Markdown)) == 1
+        assert len(chat.app.chat.conversation.views[0].answer.children) == 1
         assert chat.text("#title") == "hello"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,16 @@ import pytest
 from chatkv.client import Ready, TurnText
 from chatkv.errors import UsageError
 from chatkv.session.turn import TurnOptions
-from chatkv.tui import clipboard, commands, help_screen, keys, settings, timeline, transcript
+from chatkv.tui import (
+    clipboard,
+    commands,
+    help_screen,
+    keys,
+    rendering,
+    settings,
+    timeline,
+    transcript,
+)
 from chatkv.tui.branches import alternatives, branches
 from chatkv.tui.commands import Call
 from chatkv.tui.folding import Folds
@@ -313,3 +323,43 @@ def test_a_transcript(tmp_path: Path) -> None:
     )
     (tmp_path / "a.md").write_text("")
     assert transcript.free_name(tmp_path, "a.md") == tmp_path / "a-2.md"
+
+
+# --- Markdown ---------------------------------------------------------------------------------
+
+LONG = "".join(
+    f"## Part {number}\n\nSome *prose*.\n\n- a\n- b\n\n```\ncode {number}\n\nmore\n```\n\n"
+    for number in range(30)
+)
+
+
+def _painted(text: str, width: int = 60) -> str:
+    from rich.console import Console
+
+    console = Console(width=width, color_system=None, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(rendering.Piece(text))
+    return console.export_text()
+
+
+def test_pieces_are_the_text_cut_between_blocks() -> None:
+    found = rendering.pieces(LONG)
+    assert "".join(found) == LONG and len(found) > 3
+    for piece in found:
+        assert piece.count("\n") < 2 * rendering.PIECE_LINES and piece.count("```") % 2 == 0
+    assert rendering.pieces("") == [""]
+    assert rendering.pieces("  one\n") == ["  one\n"]
+
+
+def test_what_is_settled_stays_as_more_text_comes() -> None:
+    before: list[str] = []
+    for end in range(1, len(LONG), 37):
+        found = rendering.pieces(LONG[:end])
+        assert found[: len(before)] == before or end < 37
+        before = found[:-1]
+
+
+def test_markdown_is_shown_and_html_and_addresses_are_not_hidden() -> None:
+    shown = _painted("# Title\n\n<b>bold?</b> <script>x</script> [a link](https://example.org)\n")
+    assert "Title" in shown and "<b>bold?</b> <script>x</script>" in shown
+    assert "a link (https://example.org)" in shown
+    assert "code 3" in _painted(LONG) and "Part 29" in _painted(LONG, width=20)
