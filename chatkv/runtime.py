@@ -7,15 +7,21 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from chatkv.engine.engine import Engine
+from chatkv.engine.ledger import Ledger
+from chatkv.engine.on_device import engine_on
 from chatkv.engine.pool import BLOCK_TOKENS, BlockPool
 from chatkv.errors import ModelError, UsageError
 from chatkv.model.catalog import find_model
 from chatkv.model.decoder import Decoder
+from chatkv.model.device import choose_device
 from chatkv.model.dtype import choose_dtype
 from chatkv.model.prepared import Dtype, prepare
 from chatkv.model.template import ChatTemplate
@@ -28,6 +34,7 @@ from chatkv.restore.cost import CostFile, cost_key
 from chatkv.restore.disk import Disk
 from chatkv.restore.restorer import Restorer
 from chatkv.restore.saver import DiskTier
+from chatkv.restore.staging import RING_BYTES
 from chatkv.session.conversation import Conversation
 from chatkv.session.generation import ModelParts
 from chatkv_store.blocks import BlockStore
@@ -49,8 +56,8 @@ class Runtime:
     """Everything behind a face, in this process.
 
     model: what `find_model` takes, None for the embedded default. dtype "auto" is what this
-    machine decodes faster; kv_codec is how KV is stored. disk: the process's, by default one of its
-    own. Notices are lines that a user should see.
+    machine decodes faster, on the device that `choose_device` finds; kv_codec is how KV is stored.
+    disk: the process's, by default one of its own. Notices are lines that a user should see.
     """
 
     def __init__(
@@ -71,7 +78,8 @@ class Runtime:
         self._open = ExitStack()
         prepare_to_compute()
         files = find_model(model, folders.cache)
-        chosen = choose_dtype(folders.cache) if dtype == "auto" else dtype
+        device = choose_device()
+        chosen = choose_dtype(folders.cache, device) if dtype == "auto" else dtype
         self.prepared = prepare(files, chosen, folders.models, on_progress)
         if on_progress is not None:
             on_progress("loading the model", 0, 1)
@@ -80,10 +88,8 @@ class Runtime:
         self.tokenizer = Tokenizer.from_prepared(self.prepared)
         # A template that fails does so now, and the first turn need not wait for its compiler.
         self._template(time.time()).render([{"role": "user", "content": "Hello"}])
-        weights = load_weights(self.prepared)
-        decoder = Decoder(config, weights, max_position=self._max_tokens())
-        num_blocks = -(-self._memory_tokens() // BLOCK_TOKENS)
-        self.engine = Engine(decoder, BlockPool(config, num_blocks, decoder.dtype, decoder.device))
+        self.ledger: Ledger | None = None  # of a GPU's memory
+        self.engine = self._engine_on(device, on_progress)
         self._open.callback(self.engine.close)
         self.layout = KVLayout(
             config.num_layers, config.num_kv_heads, config.head_dim, chosen, BLOCK_TOKENS
@@ -218,6 +224,7 @@ class Runtime:
             "spec": self.model_spec,
             "dtype": self.prepared.dtype,
             "device": self.engine.decoder.device.type,
+            "gpu_bytes": asdict(self.ledger) if self.ledger is not None else None,
             "context": self.engine.max_tokens,
             "kv_tokens": {
                 "total": pool.num_blocks * BLOCK_TOKENS,
@@ -273,6 +280,24 @@ class Runtime:
         if template.notice and template.notice not in self.notices:
             self.notices.append(template.notice)
         return template
+
+    def _engine_on(self, device: torch.device, on_progress: Progress | None) -> Engine:
+        config, weights = self.prepared.config, load_weights(self.prepared)
+        if device.type == "cpu":
+            decoder = Decoder(config, weights, max_position=self._max_tokens())
+            num_blocks = -(-self._memory_tokens() // BLOCK_TOKENS)
+            return Engine(decoder, BlockPool(config, num_blocks, decoder.dtype, device))
+
+        def progress(done: int, total: int) -> None:
+            if on_progress is not None:
+                on_progress("loading the model to the GPU", done, total)
+
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        most_tokens = config.max_position * POOL_CONVERSATIONS
+        engine, self.ledger = engine_on(
+            device, config, weights, free_bytes, most_tokens, RING_BYTES, progress
+        )
+        return engine
 
     def _max_tokens(self) -> int:
         """The model's context, or what memory holds of it."""

@@ -6,7 +6,7 @@ conversation is, or how tokens are chosen.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,8 @@ class Decoder:
 
     weights: tensors under their HF checkpoint names, all of one dtype; max_position: how many
     positions the rotary tables cover; fused: norms and gates are those of `chatkv_kernels`, by
-    default everywhere but on a CPU, where the library's own are faster.
+    default everywhere but on a CPU, where the library's own are faster. on_progress(done, total)
+    is told of each layer whose weights are on the device.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Decoder:
         max_position: int | None = None,
         device: torch.device | str = "cpu",
         fused: bool | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.config = config
         self.device = torch.device(device)
@@ -48,10 +50,11 @@ class Decoder:
         self.head = Linear(head.to(self.device))
         self.max_position = max_position or config.max_position
         self.rope = RopeTable(config, self.max_position, self.dtype, self.device)
-        self.layers = [
-            _Layer(config, weights, index, self.rope, self.device, fused)
-            for index in range(config.num_layers)
-        ]
+        self.layers: list[_Layer] = []
+        for index in range(config.num_layers):
+            self.layers.append(_Layer(config, weights, index, self.rope, self.device, fused))
+            if on_progress is not None:
+                on_progress(index + 1, config.num_layers)
 
     @torch.inference_mode()
     def forward(

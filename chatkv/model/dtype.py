@@ -17,9 +17,11 @@ _OUT, _IN, _MATRICES = 3072, 1024, 8
 _WORTH = 1.25
 
 
-def choose_dtype(cache: Path) -> Dtype:
-    """ "bfloat16" or "float32", by a short measurement (about 0.2 s) that `cache` remembers for
-    this CPU, number of threads and version of torch."""
+def choose_dtype(cache: Path, device: torch.device) -> Dtype:
+    """On a GPU "bfloat16"; on a CPU that or "float32", by a short measurement (about 0.2 s) that
+    `cache` remembers for this CPU, number of threads and version of torch."""
+    if device.type != "cpu":
+        return "bfloat16"
     if not packs_on_cpu(torch.bfloat16):
         return "float32"
     key = f"{_cpu_name()}/{torch.get_num_threads()} threads/torch {torch.__version__}"

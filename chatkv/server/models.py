@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 from chatkv.errors import UsageError
+from chatkv.model.device import choose_device
 from chatkv.model.dtype import choose_dtype
 from chatkv.paths import Folders
 from chatkv.process import prepare_to_compute
@@ -47,7 +48,9 @@ class Models:
     ) -> Runtime:
         """The model, loaded where it is not yet; the one used longest ago makes room."""
         # A session remembers the dtype that "auto" once meant: both are the same model.
-        key = (model, choose_dtype(self._folders.cache) if dtype == "auto" else dtype)
+        if dtype == "auto":
+            dtype = choose_dtype(self._folders.cache, choose_device())
+        key = (model, dtype)
         if (known := self._known(key)) is not None:
             return known
         with self._loading:
