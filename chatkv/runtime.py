@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from chatkv.engine.device import Device, choose_device
 from chatkv.engine.engine import Engine
 from chatkv.engine.ledger import Ledger
 from chatkv.engine.on_device import engine_on
@@ -21,7 +22,6 @@ from chatkv.engine.pool import BLOCK_TOKENS, BlockPool
 from chatkv.errors import ModelError, UsageError
 from chatkv.model.catalog import find_model
 from chatkv.model.decoder import Decoder
-from chatkv.model.device import choose_device
 from chatkv.model.dtype import choose_dtype
 from chatkv.model.prepared import Dtype, prepare
 from chatkv.model.template import ChatTemplate
@@ -56,8 +56,8 @@ class Runtime:
     """Everything behind a face, in this process.
 
     model: what `find_model` takes, None for the embedded default. dtype "auto" is what this
-    machine decodes faster, on the device that `choose_device` finds; kv_codec is how KV is stored.
-    disk: the process's, by default one of its own. Notices are lines that a user should see.
+    machine decodes faster; kv_codec is how KV is stored. disk: the process's, by default one of its
+    own. device: see `choose_device`. Notices are lines that a user should see.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class Runtime:
         on_progress: Progress | None = None,
         kv_codec: str = "lossless",
         disk: Disk | None = None,
+        device: Device | None = None,
     ) -> None:
         began = time.perf_counter()
         self.folders, self.conversations = folders, conversations
@@ -78,8 +79,8 @@ class Runtime:
         self._open = ExitStack()
         prepare_to_compute()
         files = find_model(model, folders.cache)
-        device = choose_device()
-        chosen = choose_dtype(folders.cache, device) if dtype == "auto" else dtype
+        where = choose_device(device)
+        chosen = choose_dtype(folders.cache, where) if dtype == "auto" else dtype
         self.prepared = prepare(files, chosen, folders.models, on_progress)
         if on_progress is not None:
             on_progress("loading the model", 0, 1)
@@ -89,7 +90,7 @@ class Runtime:
         # A template that fails does so now, and the first turn need not wait for its compiler.
         self._template(time.time()).render([{"role": "user", "content": "Hello"}])
         self.ledger: Ledger | None = None  # of a GPU's memory
-        self.engine = self._engine_on(device, on_progress)
+        self.engine = self._engine_on(where, on_progress)
         self._open.callback(self.engine.close)
         self.layout = KVLayout(
             config.num_layers, config.num_kv_heads, config.head_dim, chosen, BLOCK_TOKENS

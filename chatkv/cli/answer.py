@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
+from chatkv.cli.device import device_option
 from chatkv.cli.output import printable
 from chatkv.client import ChatRequest, KVCodec
 
@@ -92,6 +93,7 @@ def chat_options(command: Command) -> Command:
             help="Compute in this dtype [default: the session's own, else what this "
             "machine runs faster].",
         ),
+        device_option,
         click.option(
             "--kv-codec",
             type=click.Choice(get_args(KVCodec)),

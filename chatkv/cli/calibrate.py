@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from chatkv.cli.answer import Status
+from chatkv.cli.device import device_option
 from chatkv.cli.output import Output, output_options
 from chatkv.cli.table import Column
 from chatkv.paths import folders
@@ -27,6 +28,7 @@ _TOKENS = 4096  # whose loading and computing is shown
     default="auto",
     show_default=True,
 )
+@device_option
 @click.option("--show", is_flag=True, help="Show what is known, measure nothing.")
 @output_options
 def calibrate(

@@ -106,7 +106,7 @@ def _measure(text: str, model: str | None, dtype: Any, tokens: int, status: Stat
     place = folders()
     with (
         Conversations(place.make().conversations) as conversations,
-        Runtime(place, conversations, model, dtype, status.progress) as runtime,
+        Runtime(place, conversations, model, dtype, status.progress, device="cpu") as runtime,
     ):
         ids = runtime.tokenizer.encode(text[: 16 * tokens])[:tokens]
         qualities = measure_codecs(

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from chatkv.cli.device import device_option
 from chatkv.cli.output import Output, count, output_options, size
 from chatkv.errors import UsageError
 from chatkv.paths import Folders, folders
@@ -16,6 +17,7 @@ from chatkv.paths import Folders, folders
 @click.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option("--port", default=11535, show_default=True, type=click.IntRange(0, 65535))
+@device_option
 @click.option("-m", "--model", "models", multiple=True, help="Offer this model; may be repeated.")
 @click.option(
     "--token",

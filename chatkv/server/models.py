@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from chatkv.engine.device import choose_device
 from chatkv.errors import UsageError
-from chatkv.model.device import choose_device
 from chatkv.model.dtype import choose_dtype
 from chatkv.paths import Folders
 from chatkv.process import prepare_to_compute

@@ -3,23 +3,27 @@ blocks that lie anywhere, recorded steps, KV through slabs. And which device is 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
+from click.testing import CliRunner
 
+from chatkv.cli.device import device_option
 from chatkv.client import ChatRequest, open_chat
+from chatkv.engine import device as devices
+from chatkv.engine.device import choose_device
 from chatkv.engine.engine import Engine
 from chatkv.engine.on_device import engine_on
 from chatkv.engine.options import SamplingOptions
 from chatkv.engine.paged import PagedPool
 from chatkv.engine.runner import PagedRunner
 from chatkv.errors import UsageError
-from chatkv.model import device as devices
-from chatkv.model.device import choose_device
 from chatkv.model.weights import load_weights
 from chatkv.paths import folders
 from chatkv.runtime import Runtime
@@ -131,3 +135,17 @@ def test_a_gpu_is_taken_where_there_is_one_that_will_do(monkeypatch: pytest.Monk
     monkeypatch.setattr(devices, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="Triton is not installed"):
         choose_device("cuda")
+
+
+def test_the_option_says_so_for_all_that_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CHATKV_DEVICE", "auto")
+
+    @click.command()
+    @device_option
+    def command() -> None:
+        click.echo(os.environ["CHATKV_DEVICE"])
+
+    assert CliRunner().invoke(command, ["--device", "cpu"]).output == "cpu\n"
+    refused = CliRunner().invoke(command, ["--device", "cuda"])
+    assert isinstance(refused.exception, UsageError) and os.environ["CHATKV_DEVICE"] == "cpu"
