@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from chatkv.server.hub import Hub
 from chatkv.server.matching import Matching, Place, said_as_text
 from chatkv.server.metrics import Metrics
 from chatkv.server.offered import Offered
-from chatkv.server.parts import THINK, Kind, Parts, Said, call_in, said_in
+from chatkv.server.parts import Kind, Parts, Said, call_in, opens_thoughts, said_in
 from chatkv.server.stream import Emit
 from chatkv.server.wire import Event
 from chatkv.session.generation import ModelParts
@@ -33,7 +32,6 @@ from chatkv.session.turn import Listener, TurnResult
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from chatkv.model.template import ChatTemplate
     from chatkv.model.tokenizer import Tokenizer
     from chatkv.runtime import Runtime
 
@@ -89,6 +87,7 @@ class Answers:
             }
             emit(Event("session", data=about))
             choice = Choice.of(asked, conversation.model, emit, 0)
+            choice.is_resumed = not place.split.said
             listener = choice.listener(cancel)
             choice.result = self._send(place, asked, listener)
             said = choice.finish()
@@ -97,7 +96,7 @@ class Answers:
 
     def _send(self, place: Place, asked: Asked, listener: Listener) -> TurnResult:
         conversation, split = place.held.conversation, place.split
-        if not split.said and split.exchanges:  # an answer that is to be gone on with
+        if not split.said:
             return conversation.resume_reply(asked.options, listener)
         text, said = said_as_text(split.said)
         system = split.system if not conversation.turns else None
@@ -128,6 +127,7 @@ class Answers:
 class Choice:
     """One of a request's answers while it is made."""
 
+    is_thinking: bool
     index: int
     emit: Emit
     parts: Parts
@@ -137,8 +137,8 @@ class Choice:
     result: TurnResult | None = None
     said: Said | None = None
     logprobs: list[dict[str, Any]] = field(default_factory=list)
-    cached: int | None = None
-    began: float = field(default_factory=time.perf_counter)
+    shown: dict[str, str] = field(default_factory=dict)
+    is_resumed: bool = False  # the client has the beginning of the answer already
     _num_shown: int = 0  # of logprobs
     _num_calls: int = 0
     _has_begun: bool = False
@@ -147,7 +147,8 @@ class Choice:
     def of(cls, asked: Asked, model: ModelParts, emit: Emit, index: int) -> Choice:
         is_thinking = asked.prompt is None and opens_thoughts(model.template)
         parts = Parts(is_thinking, bool(asked.tools))
-        return cls(index, emit, parts, model.tokenizer, bool(asked.tools), asked.num_logprobs)
+        has_tools, tokenizer = bool(asked.tools), model.tokenizer
+        return cls(is_thinking, index, emit, parts, tokenizer, has_tools, asked.num_logprobs)
 
     def listener(self, cancel: threading.Event) -> Listener:
         def is_cancelled() -> bool:
@@ -161,7 +162,7 @@ class Choice:
         """Show what was held back; the whole answer, taken apart."""
         self._show(self.parts.flush())
         assert self.result is not None
-        self.said = said_in(self.result.text, self.has_tools)
+        self.said = said_in(self.result.text, self.has_tools, self.is_thinking)
         return self.said
 
     def _begin(self) -> None:
@@ -179,6 +180,7 @@ class Choice:
 
     def _show(self, found: list[tuple[Kind, str]]) -> None:
         for kind, text in found:
+            self.shown[kind] = self.shown.get(kind, "") + text
             data: dict[str, Any] = {"choice": self.index, "kind": kind}
             if kind == "call":
                 call = call_in(text, self._num_calls)
@@ -205,17 +207,6 @@ class Choice:
     def _logprob(self, token: int, chance: float) -> dict[str, Any]:
         text = self.tokenizer.decode([token], skip_special=False)
         return {"token": text, "logprob": chance, "bytes": list(text.encode())}
-
-
-_OPENS: dict[str, bool] = {}
-
-
-def opens_thoughts(template: ChatTemplate) -> bool:
-    """Whether a template's prompt ends with the beginning of the model's thoughts."""
-    if template.source not in _OPENS:
-        rendered = template.render([{"role": "user", "content": "Hello"}])
-        _OPENS[template.source] = rendered.text.rstrip().endswith(THINK)
-    return _OPENS[template.source]
 
 
 def _result(choices: list[Choice], about: dict[str, Any]) -> dict[str, Any]:
@@ -259,9 +250,13 @@ def _result(choices: list[Choice], about: dict[str, Any]) -> dict[str, Any]:
 
 def _choice(choice: Choice) -> dict[str, Any]:
     assert choice.said is not None and choice.result is not None
+    new = choice.said
+    if choice.is_resumed:
+        shown = choice.shown
+        new = replace(new, content=shown.get("content", ""), reasoning=shown.get("reasoning", ""))
     return {
         "index": choice.index,
-        **asdict(choice.said),
+        **asdict(new),
         "finish_reason": choice.result.finish_reason,
         "logprobs": choice.logprobs if choice.num_logprobs is not None else None,
     }

@@ -46,7 +46,7 @@ class Carriers:
 @dataclass(frozen=True)
 class Asked:
     """One request. `messages` are in OpenAI's form, their contents plain text; `prompt` is text to
-    be gone on with as it is, instead of them. `names`, (kind, value), will find the turn."""
+    be gone on with as it is, instead of them. Each of `names` will find the turn."""
 
     model: str
     messages: tuple[Message, ...] = ()
@@ -59,7 +59,7 @@ class Asked:
     num_choices: int = 1
     num_logprobs: int | None = None  # None: no logprobs; 0: those of the sampled tokens alone
     owner: str = ""
-    names: tuple[tuple[str, str], ...] = ()
+    names: tuple[tuple[str, ...], ...] = ()
 
 
 def options_of(

@@ -20,7 +20,7 @@ from chatkv.errors import UsageError
 from chatkv.runtime import Runtime
 from chatkv.server.asked import Asked
 from chatkv.server.hub import Held, Hub
-from chatkv.server.parts import said_in, written
+from chatkv.server.parts import opens_thoughts, said_in, written
 from chatkv.session.conversation import text_of
 from chatkv.session.messages import Message, digests_of, find_known
 from chatkv.session.request import ChatRequest
@@ -90,6 +90,11 @@ class Matching:
         messages, split = self._asked.messages, Split.of(self._asked.messages)
         known = find_known(self._store, self._seed, messages)
         num_known = len(messages) - len(known.new) if known.turn is not None else 0
+        if not split.said and (not split.exchanges or num_known < len(messages)):
+            raise UsageError(
+                "the last message must be the user's, or an answer that was cut off here and is to "
+                "be gone on with"
+            )
         with ExitStack() as open:
             held, num_known = self._held(open, split, known.turn, num_known, cancel)
             conversation = held.conversation
@@ -112,7 +117,8 @@ class Matching:
     def note(self, place: Place, answer: Message) -> None:
         """Let the next request find the conversation's newest turn."""
         turn = place.held.conversation.turns[-1]
-        digest = digests_of(self._seed, [*self._asked.messages, answer])[-1]
+        asked = self._asked.messages if place.split.said else self._asked.messages[:-1]
+        digest = digests_of(self._seed, [*asked, answer])[-1]
         keys = [self._key(*key) for key in self._asked.carriers.keys[:1]]
         keys += [name_digest(*name) for name in self._asked.names]
         self._note((digest, turn.id) for digest in (digest, *keys))
@@ -136,7 +142,7 @@ class Matching:
         if known is not None:
             with suppress(StoreBusy, SessionNotFound), ExitStack() as attempt:
                 held = attempt.enter_context(self._use(known.session_id, cancel))
-                if held.conversation.session.head == known.id:
+                if _head(held) == known.id:
                     open.push(attempt.pop_all())
                     return held, num_known
             fork = self._store.fork_from(known.id)
@@ -161,7 +167,7 @@ class Matching:
         num_turns, num_alike = self._alike(held, split)
         tree = {turn.id for turn in self._store.tree(named.id)} if known is not None else set()
         if known is not None and known.id in tree and num_known > num_alike:
-            if conversation.session.head != known.id:
+            if _head(held) != known.id:
                 conversation.switch(known.id)
             return held, num_known
         kind = self._asked.carriers.keys[0][0] if self._asked.carriers.keys else ""
@@ -175,13 +181,14 @@ class Matching:
     def _alike(self, held: Held, split: Split) -> tuple[int, int]:
         """How many turns of a conversation the exchanges repeat, and how many messages that is."""
         has_tools = bool(self._asked.tools)
+        is_thinking = opens_thoughts(held.conversation.model.template)
         turns = held.conversation.turns
         if turns and (turns[0].system_text or None) != (split.system or None):
             return 0, 0
         num_messages = 0
         for index, (turn, one) in enumerate(zip(turns, split.exchanges, strict=False)):
             said = turn.stats.get("said") or [{"role": "user", "content": turn.user_text}]
-            mine = [*said, said_in(turn.reply_text, has_tools).message()]
+            mine = [*said, said_in(turn.reply_text, has_tools, is_thinking).message()]
             if digests_of("", mine)[-1] != digests_of("", [*one.asked, one.answer])[-1]:
                 return index, num_messages
             num_messages = one.end
@@ -218,6 +225,11 @@ class Matching:
             self._store.note_messages(noted)
 
 
+def _head(held: Held) -> str | None:
+    turns = held.conversation.turns
+    return turns[-1].id if turns else None
+
+
 def name_digest(*name: str) -> bytes:
     """Under which a turn is noted that was given a name."""
     return hashlib.sha256(json.dumps(name).encode()).digest()
@@ -227,6 +239,4 @@ def said_as_text(said: Sequence[Message]) -> tuple[str, tuple[Message, ...]]:
     """What `Conversation.send` is to be given: one message of the user is text alone."""
     if len(said) == 1 and said[0]["role"] == "user":
         return said[0]["content"], ()
-    if not said:
-        raise UsageError("the last message must be the user's, or a tool's result")
     return text_of(said), tuple(said)

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from chatkv.model.template import ChatTemplate
 
 Kind = Literal["reasoning", "content", "call"]
 
@@ -82,10 +85,12 @@ class Said:
         return message | ({"tool_calls": list(self.calls)} if self.calls else {})
 
 
-def said_in(answer: str, has_tools: bool) -> Said:
-    """`answer` taken apart; its thoughts may have been opened by the prompt."""
-    before, end, _ = answer.partition(END_THINK)
-    parts = Parts(bool(end) and THINK not in before, has_tools)
+def said_in(answer: str, has_tools: bool, is_thinking: bool | None = None) -> Said:
+    """`answer` taken apart. is_thinking: the prompt has opened the thoughts; None: as it looks."""
+    if is_thinking is None:
+        before, end, _ = answer.partition(END_THINK)
+        is_thinking = bool(end) and THINK not in before
+    parts = Parts(is_thinking, has_tools)
     found = [*parts.push(answer), *parts.flush()]
     content, reasoning = "", ""
     calls: list[dict[str, Any]] = []
@@ -126,6 +131,17 @@ def written(message: dict[str, Any]) -> str:
     written = [f"{CALL}\n{json.dumps(call, ensure_ascii=False)}\n{END_CALL}" for call in calls]
     said = [message["content"]] if message["content"] else []
     return "\n".join([*said, *written])
+
+
+_OPENS: dict[str, bool] = {}
+
+
+def opens_thoughts(template: ChatTemplate) -> bool:
+    """Whether a template's prompt ends with the beginning of the model's thoughts."""
+    if template.source not in _OPENS:
+        rendered = template.render([{"role": "user", "content": "Hello"}])
+        _OPENS[template.source] = rendered.text.rstrip().endswith(THINK)
+    return _OPENS[template.source]
 
 
 def _overlap(text: str, mark: str) -> int:

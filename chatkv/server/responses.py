@@ -82,13 +82,15 @@ class Responses:
             conversation = conversation.get("id")
         if previous and conversation:
             raise UsageError("give either previous_response_id or conversation, not both")
+        names: list[tuple[str, ...]] = [("response", f"resp_{os.urandom(16).hex()}")]
+        last = self._turn(previous, owner) if previous else None
+        if conversation:
+            names.append(("conversation", owner, str(conversation)))
+            found = self._answers.hub.conversations.turn_of_messages(name_digest(*names[1]))
+            last = found if found is not None and self._is_owned(found, owner) else None
         history: list[Message] = []
-        if previous:
-            turn = self._turn(previous, owner)
-            history = self._history(turn)
-            carriers = Carriers(turn.session_id, ())
-        elif conversation:
-            carriers = Carriers(None, (("conversation", str(conversation)), *carriers.keys))
+        if last is not None:
+            history, carriers = self._history(last), Carriers(last.session_id)
         instructions = body.get("instructions")
         system = [{"role": "system", "content": text(body, "instructions")}] if instructions else []
         messages = (*system, *history, *_input(body.get("input")))
@@ -108,18 +110,20 @@ class Responses:
             is_scratch=scratch,
             is_streamed=flag(body, "stream"),
             owner=owner,
-            names=(("response", f"resp_{os.urandom(16).hex()}"),),
+            names=tuple(names),
         )
 
     def _turn(self, response_id: Any, owner: str) -> Turn:
         """The turn behind a response's id, where it is the owner's."""
         store = self._answers.hub.conversations
         turn = store.turn_of_messages(name_digest("response", str(response_id)))
-        if turn is not None:
-            session = store.get_session(turn.session_id)
-            if session.settings.get("owner", "") == owner:
-                return turn
+        if turn is not None and self._is_owned(turn, owner):
+            return turn
         raise SessionNotFound(f"there is no response {str(response_id)[:100]!r}")
+
+    def _is_owned(self, turn: Turn, owner: str) -> bool:
+        session = self._answers.hub.conversations.get_session(turn.session_id)
+        return bool(session.settings.get("owner", "") == owner)
 
     def _history(self, last: Turn) -> list[Message]:
         """What was said up to a turn, the instructions left out."""
