@@ -10,9 +10,10 @@ from functools import cache
 
 from markdown_it import MarkdownIt
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.markdown import CodeBlock, Markdown
+from rich.markdown import CodeBlock, Markdown, TableElement
 from rich.segment import Segment
 from rich.syntax import Syntax
+from rich.table import Table
 from rich.theme import Theme
 
 # Attributes where the library has colours: they are there on any background, and without colours.
@@ -43,10 +44,20 @@ class _Code(CodeBlock):
         yield Syntax(code, self.lexer_name, theme=self.theme, word_wrap=True, padding=(0, 2))
 
 
+class _Table(TableElement):
+    """A table without blank lines in place of its edges."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for made in super().__rich_console__(console, options):
+            if isinstance(made, Table):
+                made.show_edge = False
+            yield made
+
+
 class Piece(Markdown):
     """A renderable. HTML is text like any other, and addresses are shown, not hidden in links."""
 
-    elements = Markdown.elements | {"fence": _Code, "code_block": _Code}
+    elements = Markdown.elements | {"fence": _Code, "code_block": _Code, "table_open": _Table}
 
     def __init__(self, text: str, is_dark: bool = True) -> None:
         theme = "ansi_dark" if is_dark else "ansi_light"
