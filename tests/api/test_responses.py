@@ -1,4 +1,4 @@
-"""Stateful responses, through OpenAI's client, which sends what is new and names what it follows."""
+"""Stateful responses, through OpenAI's client: what is new is sent, beside what it follows."""
 
 from __future__ import annotations
 
