@@ -47,8 +47,9 @@ async def events(work: Callable[[Emit, threading.Event], None]) -> AsyncGenerato
     threading.Thread(target=run, name="turn", daemon=True).start()
     try:
         while True:
-            try:
-                event = await asyncio.wait_for(queue.get(), ALIVE_S)
+            try:  # wait_for would swallow a cancel that comes with an event, before Python 3.12
+                async with asyncio.timeout(ALIVE_S):
+                    event = await queue.get()
             except TimeoutError:
                 event = Event("alive")
             if event is None:
