@@ -30,6 +30,7 @@ class ChatApp(App[Left]):
 
     def __init__(self, start: Start) -> None:
         super().__init__()
+        keys.know_alt_enter()
         self._start = start
         self.verbs = Verbs(self, start)
         self.chat = ChatScreen(start, self.verbs.values, self.verbs.on_full)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
 
 from textual.binding import Binding
 
@@ -60,6 +62,22 @@ TURN = (
     Key("turn-back", "enter,i", "back", "Back to the input."),
 )
 FIRST = ("interrupt", "copy", "quit")  # though an input would take them too
+
+
+class _Sequence(StrEnum):
+    ALT_ENTER = "alt+enter"
+
+
+def know_alt_enter() -> None:
+    """Most terminals send Alt+Enter as Escape and a line end, which Textual knows as no key: it
+    would make a letter and an Enter of it, and the message would be sent."""
+    from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
+
+    known: dict[str, Any] = ANSI_SEQUENCES_KEYS  # type: ignore[assignment]  # any enumeration does
+    for sequence in ("\x1b\r", "\x1b\n"):
+        known.setdefault(sequence, (_Sequence.ALT_ENTER,))
+
+
 GROUPS = {"Anywhere": APP, "In the input": COMPOSER, "On a turn": TURN}
 
 

@@ -51,6 +51,7 @@ class Worker:
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._chat: Chat | None = None
         self._opened = ExitStack()
+        self._request = ChatRequest()  # what is open, or was meant to be
         self._cancel = threading.Event()
         self._text: list[str] = []
         self._lock = threading.Lock()
@@ -134,6 +135,7 @@ class Worker:
             self._opened.close()
 
     def _open(self, request: ChatRequest) -> None:
+        self._request = request
         try:
             self._opened.close()  # what was open is saved, and free for others
             self._chat = None
@@ -163,10 +165,12 @@ class Worker:
             self._progress(stage, done, total)
 
         listener = Listener(self._hear, progress, self._cancel.is_set)
+        if self._chat is None:
+            self._open(self._request)  # it may be possible now
         chat = self._chat
         try:
             if chat is None:
-                raise ChatkvError("no conversation is open: /new begins one")
+                raise ChatkvError("the message was not sent")
             result = turn(chat, listener)
         except Exception as error:
             facts, full = _facts(chat) if chat is not None else None, isinstance(error, ContextFull)

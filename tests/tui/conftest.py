@@ -38,9 +38,8 @@ class Tui:
         await self.pilot.pause()
 
     async def enter(self, text: str) -> None:
-        await self.type(text)
+        self.app.chat.composer.insert(text)
         await self.pilot.press("enter")
-        await self.pilot.pause()
 
     async def ask(self, text: str) -> None:
         """Send a message and wait for the whole answer."""
@@ -52,7 +51,6 @@ class Tui:
 
     async def press(self, *keys: str) -> None:
         await self.pilot.press(*keys)
-        await self.pilot.pause()
 
     async def until(self, holds: Callable[[], object]) -> None:
         """Wait for something that a thread brings about."""
@@ -114,7 +112,7 @@ def tui(
 
     @asynccontextmanager
     async def running(
-        request: ChatRequest | None = None, size: tuple[int, int] = (100, 30), **start: Any
+        request: ChatRequest | None = None, size: tuple[int, int] = (100, 26), **start: Any
     ) -> AsyncIterator[Tui]:
         library = Library(store.path)
         given = Start(

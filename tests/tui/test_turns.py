@@ -8,10 +8,13 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+import pytest
+
 from asynchronous import asynchronous
 from chatkv.client import ChatRequest
 from chatkv.client.link import EngineGone
 from chatkv.errors import ContextFull, ModelError, UsageError
+from chatkv.tui import conversation_view
 from chatkv.tui.choice_screen import ChoiceScreen
 from chatkv.tui.panels import ProgressLine
 from chatkv_store.conversations import Conversations
@@ -163,9 +166,13 @@ async def test_a_model_that_cannot_be_opened_is_said(tui: Tui, script: Script) -
     async with tui() as chat:
         await chat.until(lambda: chat.notices)
         assert chat.notices == ["no model at /nowhere"] and "not connected" in chat.status
-        await chat.enter("/new")
+        script.open_fails = ModelError("still none")
+        await chat.enter("hello")
+        await chat.until(lambda: len(chat.notices) == 3)
+        assert chat.notices[1:] == ["still none", "the message was not sent"]
+        await chat.press("enter")  # it was given back, and now goes through
+        await chat.until(lambda: chat.turns)
         await chat.idle()
-        await chat.ask("hello")
         assert len(chat.turns) == 1
 
 
@@ -334,21 +341,25 @@ async def test_a_model_cannot_reach_the_terminal(tui: Tui, script: Script) -> No
 
 @asynchronous
 async def test_a_long_conversation_shows_its_end_and_more_when_asked(
-    tui: Tui, store: Conversations
+    tui: Tui, store: Conversations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(conversation_view, "PAGE_TURNS", 3)
     session = store.create_session(title="long", model="M").id
     with store.lease(session):
-        for number in range(70):
+        for number in range(8):
             turn = store.begin_turn(session, user_text=f"ask {number}", prompt_ids=[1])
             store.finish_turn(turn.id, reply_text=f"say {number}", reply_ids=[2], rng_draws_after=1)
     async with tui(ChatRequest(resume=session)) as chat:
         await chat.idle()
-        assert [user for user, _ in chat.turns][::29] == ["ask 40", "ask 69"]
-        conversation = chat.app.chat.conversation
-        await conversation.show_earlier()
-        assert chat.turns[0][0] == "ask 10" and "40 earlier" not in "\n".join(chat.lines)
-        await conversation.show_earlier()
-        assert len(chat.turns) == 70
+        assert [user for user, _ in chat.turns] == ["ask 5", "ask 6", "ask 7"]
+        assert "… 5 earlier turns" in "\n".join(chat.lines)
+        chat.app.chat.query_one(conversation_view.Earlier).focus()
+        await chat.press("enter")
+        await chat.until(lambda: len(chat.turns) == 6)
+        assert chat.turns[0][0] == "ask 2"
+        assert "… 2 earlier turns" in str(chat.app.chat.query_one(conversation_view.Earlier).visual)
+        await chat.app.chat.conversation.show_earlier()
+        assert len(chat.turns) == 8
         chat.app.chat.composer.focus()
         await chat.ask("and now")
-        assert len(chat.turns) == 71
+        assert len(chat.turns) == 9

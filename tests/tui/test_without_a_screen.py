@@ -130,6 +130,14 @@ def test_a_key_that_is_not_there_cannot_be_changed() -> None:
         keys.check({"fire": "f1"})
 
 
+def test_alt_enter_is_a_key_in_terminals_that_send_escape_and_a_line_end() -> None:
+    from textual._xterm_parser import XTermParser
+
+    keys.know_alt_enter()
+    sent = XTermParser().feed("a\x1b\rb\r")
+    assert [getattr(event, "key", None) for event in sent] == ["a", "alt+enter", "b", "enter"]
+
+
 # --- the input --------------------------------------------------------------------------------
 
 
