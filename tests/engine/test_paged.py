@@ -246,7 +246,7 @@ def test_a_decoder_over_the_kernels_themselves(monkeypatch: pytest.MonkeyPatch) 
     pytest.importorskip("triton")
     plain = make_engine()
     other = paged(Decoder(CONFIG, make_weights(), fused=True), 4, with_graphs=True)
-    ids = some_ids(66, 3)
+    ids = some_ids(12, 3)
     expected = answer(plain, ids, 3)
     called: set[str] = set()
 
