@@ -77,7 +77,7 @@ def measure(options: Options) -> list[Figure]:
     sizes = QUICK if options.quick else Sizes()
     if not torch.cuda.is_available():
         say("no GPU here: compiling every kernel for sm_80 and sm_90 instead of measuring")
-        return [*compiled(), *(figure.figure({}, NO_GPU) for figure in wanted(sizes))]
+        return [*compiled(options.quick), *(figure.figure({}, NO_GPU) for figure in wanted(sizes))]
     device = torch.device("cuda")
     began, found = time.perf_counter(), Found()
     rig = Rig(LLAMA_8B, sizes.pool, device)
@@ -92,14 +92,14 @@ def measure(options: Options) -> list[Figure]:
     return [figure.figure(found, "not measured on this machine") for figure in wanted(sizes)]
 
 
-def compiled() -> list[Figure]:
-    """What each kernel takes on each target, and how many spill registers."""
+def compiled(quick: bool) -> list[Figure]:
+    """What each kernel takes on each target, and how many spill registers; quick: for one model."""
     try:
         from chatkv_kernels.gpu.compile_all import compile_all
     except ImportError:
         say("Triton is not installed: nothing can be compiled")
         return []
-    done = list(compile_all())
+    done = list(compile_all(["8B"] if quick else []))
     figures = [
         Figure(
             f"{one.spec} {one.kernel} sm_{one.arch}",
