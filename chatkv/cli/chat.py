@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,8 +9,8 @@ import click
 
 from chatkv.cli import full_screen
 from chatkv.cli.answer import chat_options, chat_request, sampling_options, turn_options
-from chatkv.cli.stores import complete_session, open_conversations
-from chatkv.client import ChatRequest
+from chatkv.cli.stores import complete_session
+from chatkv.client import ChatRequest, resolved
 from chatkv.paths import folders
 
 PLAIN = click.option(
@@ -54,27 +53,10 @@ def _chat(arguments: dict[str, Any]) -> None:
     request = chat_request(arguments)
     if not arguments["plain"] and full_screen.is_possible():
         sampling_options(arguments)  # nonsense is refused before anything is shown
-        left = full_screen.show(_found(request), partial(turn_options, arguments))
+        left = full_screen.show(resolved(folders(), request), partial(turn_options, arguments))
         if not left.goes_on_plain:
             return
         request = ChatRequest(resume=left.session) if left.session else request
     from chatkv.cli import plain
 
     plain.converse(request, turn_options(arguments), request.system)
-
-
-def _found(request: ChatRequest) -> ChatRequest:
-    """The request with its session's id; what it names wrongly is said before anything is shown."""
-    if request.resume is not None or request.resume_last:
-        from chatkv.session.request import find
-
-        with open_conversations() as store:
-            store.recover()  # an answer that a crash cut off is shown as such
-            session = find(store, request).session
-        assert session is not None  # else it was refused
-        request = replace(request, resume=session.id, resume_last=False)
-    if request.model is not None:
-        from chatkv.model.catalog import find_model
-
-        find_model(request.model, folders().cache)
-    return request

@@ -1,6 +1,6 @@
 """How a face reaches a conversation: in the engine's process, or with a runtime in its own."""
 
-from chatkv.client.chat import Chat, TurnText, connect
+from chatkv.client.chat import Chat, TurnText, connect, resolved
 from chatkv.client.local import OpenChat, open_chat
 from chatkv.session.ready import Ready
 from chatkv.session.request import ChatRequest, KVCodec
@@ -14,4 +14,5 @@ __all__ = [
     "TurnText",
     "connect",
     "open_chat",
+    "resolved",
 ]

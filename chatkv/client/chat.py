@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -14,6 +14,7 @@ from chatkv.client.local import OpenChat, open_chat
 from chatkv.paths import Folders
 from chatkv.session.ready import Ready
 from chatkv.session.request import ChatRequest
+from chatkv_store.errors import StoreError
 
 if TYPE_CHECKING:
     from chatkv.client.link import Link
@@ -118,6 +119,26 @@ def connect(
         chat = LocalChat(opened)
         chat.notices += notices
         yield chat
+
+
+def resolved(folders: Folders, request: ChatRequest) -> ChatRequest:
+    """`request` with its session's id. What it names wrongly is said now: UsageError, ModelError
+    and StoreError, before a model is loaded or anything is shown."""
+    if request.resume is not None or request.resume_last:
+        from chatkv.session.request import find
+        from chatkv_store.conversations import Conversations
+
+        with Conversations(folders.conversations, must_open=False) as store:
+            with suppress(StoreError):
+                store.recover()  # an answer that a crash cut off is shown as such
+            session = find(store, request).session
+        assert session is not None  # else it was refused
+        request = replace(request, resume=session.id, resume_last=False)
+    if request.model is not None:
+        from chatkv.model.catalog import find_model
+
+        find_model(request.model, folders.cache)
+    return request
 
 
 def _whole(request: ChatRequest) -> ChatRequest:
