@@ -278,3 +278,22 @@ def test_the_cache_can_be_cleared_under_an_engine(model: str, program: Callable[
         assert program("cache", "verify").code == 0
         chat.rewind(2)  # by an engine that finds what is left of the KV
         assert chat.send("Why?", greedy(8), QUIET).text == expected
+
+
+@pytest.mark.slow
+def test_a_real_model_goes_on_where_the_engine_was_killed(
+    smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first face to start an engine on: all of it is as users have it."""
+    monkeypatch.setattr(engine, "_spawn", REAL_SPAWN)
+    model, request = str(smollm2_gguf), ChatRequest(str(smollm2_gguf), "float32", seed=7)
+    with connect(folders(), request, where="start") as chat:
+        assert isinstance(chat, RemoteChat)
+        with pytest.raises(EngineGone):
+            chat.send("Tell me of the sea.", greedy(48), Listener(on_text=KillAfter(60)))
+        made = len(chain(chat.session)[0].reply_ids)
+        result = chat.resume_reply(greedy(48 - made), QUIET)
+        assert result.turn == 1
+        ids = list(chain(chat.session)[0].reply_ids)
+    (expected,) = alone(["Tell me of the sea."], model=model, max_tokens=48)
+    assert (expected["reply_ids"], expected["text"]) == (ids, result.text)
