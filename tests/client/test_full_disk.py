@@ -26,6 +26,7 @@ def disk(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallDisk]:
         end(folders())
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_save_says_so_and_does_not_end(
     disk: SmallDisk, model: str, program: Callable[..., Any]
 ) -> None:

@@ -208,6 +208,7 @@ def test_a_chat_computes_by_itself_where_no_engine_can_be(
         assert chat.send("hi", greedy(2), QUIET).turn == 1
 
 
+@pytest.mark.slow
 def test_ask_uses_the_engine_that_runs_and_starts_none(model: str) -> None:
     def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -267,6 +268,7 @@ def test_what_needs_the_store_alone_ends_an_idle_engine(
         assert chat.send("And?", greedy(2), QUIET).turn == 2  # by another one
 
 
+@pytest.mark.slow
 def test_the_cache_can_be_cleared_under_an_engine(model: str, program: Callable[..., Any]) -> None:
     with running_engine(), chat_with(model) as chat:
         for text in ("Tell me of the sea. " * 20, "And then?"):

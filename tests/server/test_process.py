@@ -181,6 +181,7 @@ def test_stop_ends_an_answer_and_keeps_it(home: Path, slow_model: str) -> None:
     assert (again.code, again.err) == (0, "chatkv: no engine is running\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [15, 2])
 def test_a_signal_ends_it_as_stop_does(home: Path, slow_model: str, number: int) -> None:
     process = spawn()
