@@ -62,8 +62,9 @@ def wanted(sizes: Sizes) -> Iterator[Wanted]:
     for num_tokens in sizes.prefill:
         yield Wanted(f"prefill of {num_tokens}", "tokens/s", "SDPA, plain memory", 0.95)
     yield Wanted("restore from host memory", "GB/s", "pinned copy", 0.9)
-    yield Wanted("restore from disk, warm", "GB/s", "one thread", 3)
-    yield Wanted("restore from disk, cold", "GB/s", "the disk's rate x ratio", 0.9)
+    for codec in ("lossless", "packed"):
+        yield Wanted(f"restore from disk, {codec}, warm", "GB/s", "one thread", 3)
+        yield Wanted(f"restore from disk, {codec}, cold", "GB/s", "the disk's rate x ratio", 0.9)
     yield Wanted("both ends", "tokens/s", "load rate + prefill rate", 0.85)
     yield Wanted("decode while saving", "ms a token", "not saving", 1.03, goal_is="<=")
     yield Wanted("packing", "GB/s", goal=500, goal_of="value")

@@ -134,12 +134,12 @@ def from_host(rig: Rig, sizes: Sizes, pinned_rate: float) -> Found:
     return {"restore from host memory": (num_bytes / seconds / 1e9, pinned_rate)}
 
 
-def from_disk(rig: Rig, sizes: Sizes) -> Found:
-    """Stored KV to the pool, the file in the page cache and not; both ends at once."""
+def from_disk(rig: Rig, sizes: Sizes, codec: str) -> Found:
+    """Stored KV to the pool, the file in the page cache and not."""
     found: Found = {}
     num_tokens = sizes.stored
     num_bytes = num_tokens * rig.layout.bytes_per_token
-    with rig.stored(num_tokens) as (restorer, ids), rig.sequence(num_tokens) as sequence:
+    with rig.stored(num_tokens, codec) as (restorer, ids), rig.sequence(num_tokens) as sequence:
         assert restorer.disk is not None
         store = restorer.disk.store
         blocks = store.match(restorer.disk.namespace, ids, rig.layout).blocks
@@ -154,7 +154,7 @@ def from_disk(rig: Rig, sizes: Sizes) -> Found:
         if rig.layout.bytes_per_element == 4:
             array = torch.empty(shape, dtype=torch.int32).numpy().view("<u4")
         alone_s = rig.seconds(lambda: load_blocks(store, blocks, rig.layout, array, 1), 1)
-        found["restore from disk, warm"] = (
+        found[f"restore from disk, {codec}, warm"] = (
             num_bytes / rig.seconds(load) / 1e9,
             num_bytes / alone_s / 1e9,
         )
@@ -168,9 +168,17 @@ def from_disk(rig: Rig, sizes: Sizes) -> Found:
             _forget(file)
             disk_rate = _read_rate(str(file))
             best_rate = disk_rate * num_bytes / payload_bytes
-            found["restore from disk, cold"] = num_bytes / cold_s / 1e9, best_rate / 1e9
-        rig.pool.release(sequence.run)
-        times = {}
+            found[f"restore from disk, {codec}, cold"] = num_bytes / cold_s / 1e9, best_rate / 1e9
+    return found
+
+
+def both_ends(rig: Rig, sizes: Sizes) -> Found:
+    """A stored history to the logits behind it, by each plan. Both at once are compared with the
+    two rates added up where neither is so slow that it could not help."""
+    found: Found = {}
+    num_tokens, times = sizes.stored, {}
+    with rig.stored(num_tokens) as (restorer, ids):
+        restorer.calibrate(rig.scratch)
         for plan in ("reload", "re-prefill", "both"):
             times[plan] = rig.seconds(lambda p=plan: first_logits(rig, restorer, ids, p), 3)  # type: ignore[misc]
         if max(times["reload"], times["re-prefill"]) <= 4 * min(
@@ -353,7 +361,9 @@ def sections(rig: Rig, sizes: Sizes) -> Iterator[Found]:
     yield decode(rig, sizes, roofs["HBM copy"][0])
     yield prefill(rig, sizes)
     yield from_host(rig, sizes, roofs["pinned host to device"][0])
-    yield from_disk(rig, sizes)
+    for name in ("lossless", "packed"):
+        yield from_disk(rig, sizes, name)
+    yield both_ends(rig, sizes)
     yield saving(rig, sizes)
     yield codec(rig, sizes)
     yield linears(rig, sizes)

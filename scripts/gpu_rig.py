@@ -63,6 +63,8 @@ class Rig:
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.config, self.device, self.dtype = config, device, dtype
+        self._folder = tempfile.TemporaryDirectory()
+        self.scratch = Path(self._folder.name) / "scratch"
         self.is_gpu = device.type == "cuda"
         if self.is_gpu:
             torch.cuda.reset_peak_memory_stats(device)
@@ -84,6 +86,7 @@ class Rig:
 
     def close(self) -> None:
         self.engine.close()
+        self._folder.cleanup()
         self.pool.kv = torch.empty(0)
         del self.runner, self.engine, self.kv
         if self.is_gpu:
@@ -136,7 +139,9 @@ class Rig:
         )
 
     @contextmanager
-    def stored(self, num_tokens: int) -> Iterator[tuple[Restorer, list[int]]]:
+    def stored(
+        self, num_tokens: int, codec: str = "lossless"
+    ) -> Iterator[tuple[Restorer, list[int]]]:
         """A store with the KV of num_tokens tokens, computed for it, and what restores them."""
         ids = self.ids(num_tokens)
         with (
@@ -144,7 +149,7 @@ class Rig:
             BlockStore(Path(folder) / "kv") as store,
             BlockWriter(store) as writer,
         ):
-            disk = DiskTier(store, writer, NAMESPACE)
+            disk = DiskTier(store, writer, NAMESPACE, codec)
             costs = CostFile(Path(folder) / "costs.json")
             restorer = Restorer(self.engine, self.layout, disk, costs, "bench")
             sequence = TokenSequence(ids)
@@ -153,7 +158,6 @@ class Rig:
                 restorer.save(sequence, tail=True)  # what the queue had no room for
                 writer.flush()
             self.pool.release(sequence.run)
-            restorer.calibrate(Path(folder) / "calibration")
             yield restorer, ids
 
     def _is_stored(self, store: BlockStore, sequence: TokenSequence) -> bool:

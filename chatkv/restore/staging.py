@@ -2,7 +2,8 @@
 
 Host memory is read and written where it is (`InPlace`). To a device, values are decoded into slabs
 of pinned memory, each sent with one large copy and scattered to its blocks there (`Staged`): a
-device copies small pieces at a fraction of its rate. A thread that has filled a slab waits until it
+device copies small pieces at a fraction of its rate. Values of the codec `packed` are sent as they
+are stored, and decoded there. A thread that has filled a slab waits until it
 is in the pool, while the others fill theirs; so what is reported as loaded is there, an end of the
 load leaves nothing on its way, and no history takes more memory than the ring.
 """
@@ -26,6 +27,8 @@ from torch import Tensor
 from chatkv.engine.paged import PagedPool
 from chatkv.engine.pool import BLOCK_TOKENS, BlockPool, Pool, Run
 from chatkv_kernels.blocks import scatter_blocks
+from chatkv_kernels.packed import CODEC_ID as PACKED
+from chatkv_kernels.packed import unpack_packed
 from chatkv_store.blocks import BlockStore
 from chatkv_store.chain import RunResult, StoredBlock
 from chatkv_store.errors import BlockMiss
@@ -137,6 +140,19 @@ class Staged:
             self._wait()
             return _bits(staged[..., start - first : stop - first, :]).copy()
 
+    def send_packed(
+        self, payloads: Tensor, starts: Sequence[int], layers: range, table: Sequence[int]
+    ) -> None:
+        """As `send`, for payloads of the codec `packed`, bytes in a slab that begin at `starts`."""
+        device = self.pool.device
+        with torch.cuda.stream(self._stream):
+            blocks = torch.tensor(table, dtype=torch.int32).to(device)
+            offsets = torch.tensor(starts, dtype=torch.int64).to(device)
+            staged = payloads.to(device, non_blocking=True)
+            into = self.pool.kv[:, layers.start : layers.stop]
+            unpack_packed(staged, offsets, into, blocks)
+            self._wait()
+
     def send(self, kv: Tensor, layers: range, table: Sequence[int]) -> None:
         """Put kv [blocks, layers, 2, num_kv_heads, tokens, head_dim], in a slab, into the pool's
         blocks of that table; it is there when this returns."""
@@ -171,6 +187,8 @@ class _StagedRun:
     def read(
         self, store: BlockStore, blocks: Sequence[StoredBlock], group: int, start: int
     ) -> RunResult:
+        if self._is_packed(blocks, group):
+            return self._read_packed(store, blocks, group, start)
         layout, pool = self.staged.layout, self.staged.pool
         layers = layout.value_layers(group)
         shape = (len(blocks), len(layers), *pool.kv.shape[2:])
@@ -188,6 +206,28 @@ class _StagedRun:
             if sound:
                 self.staged.send(kv[:sound], layers, self.run.blocks[first : first + sound])
         return RunResult(sound, num_bytes, miss)
+
+    def _is_packed(self, blocks: Sequence[StoredBlock], group: int) -> bool:
+        """Whether the device decodes these: whole blocks that were packed, and fit into a slab."""
+        num_bytes = sum(-(-block.header.values[group].num_bytes // 8) * 8 for block in blocks)
+        return num_bytes <= self.staged.ring.slab_bytes and all(
+            block.header.codec == PACKED
+            and block.num_tokens == block.header.num_tokens == BLOCK_TOKENS
+            for block in blocks
+        )
+
+    def _read_packed(
+        self, store: BlockStore, blocks: Sequence[StoredBlock], group: int, start: int
+    ) -> RunResult:
+        first = start // BLOCK_TOKENS
+        with self.staged.ring.slab() as slab:
+            done, starts = store.fetch(blocks, group, slab.numpy())
+            if starts:
+                end = starts[-1] + blocks[len(starts) - 1].header.values[group].num_bytes
+                table = self.run.blocks[first : first + len(starts)]
+                layers = self.staged.layout.value_layers(group)
+                self.staged.send_packed(slab[:end], starts, layers, table)
+        return done
 
 
 def _bits(kv: Tensor) -> Bits:

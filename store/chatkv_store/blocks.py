@@ -249,6 +249,31 @@ class BlockStore:
             self._bad.add(blocks[num_read].key)
         return RunResult(num_read, num_bytes, miss)
 
+    def fetch(
+        self, blocks: Sequence[StoredBlock], group: int, out: Bytes
+    ) -> tuple[RunResult, list[int]]:
+        """Value `group` of blocks up to the first bad one as it is stored, verified, for somebody
+        else to decode: copied into `out`, and where each payload begins, at multiples of 8.
+
+        `out` is uint8, with room for all of them.
+        """
+        num_bytes, miss = 0, None
+        starts: list[int] = []
+        try:
+            with self.env.read() as txn:
+                payloads, miss = self._verified(txn, blocks, group)
+                at = 0
+                for payload in payloads:
+                    out[at : at + payload.size] = payload
+                    starts.append(at)
+                    num_bytes += payload.size
+                    at += -(-payload.size // 8) * 8
+        except StoreError as error:
+            miss = f"value {group} is {error}"
+        if miss is not None:
+            self._bad.add(blocks[len(starts)].key)
+        return RunResult(len(starts), num_bytes, miss), starts
+
     def put(
         self,
         namespace: bytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import torch
 
 from chatkv.engine.engine import Engine
 from chatkv.engine.paged import PagedPool
+from chatkv.engine.pool import Run
 from chatkv.engine.sequence import TokenSequence
 from chatkv.restore import staging
 from chatkv.restore.cost import CostFile
 from chatkv.restore.restorer import Restorer
 from chatkv.restore.saver import DiskTier
 from chatkv.restore.staging import Ring, Staged, reach
+from chatkv_kernels.packed import unpack_packed
 from chatkv_store import BlockStore, KVLayout, StoreError, load_blocks
 from chatkv_store.tables import value_key
 from chatkv_store.writer import BlockWriter
@@ -72,6 +75,18 @@ def sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Sid
     other.close()
 
 
+def spoil(store: BlockStore, block: bytes) -> None:
+    """Change a bit of a block's first value."""
+    key = value_key(block, 0)
+
+    def work(txn: Any) -> None:
+        value = bytearray(txn.get(key, db=store.db["values"]))
+        value[len(value) // 2] ^= 16
+        txn.put(key, bytes(value), db=store.db["values"])
+
+    store.env.write(work)
+
+
 @pytest.mark.parametrize("saves_in_place", [True, False])
 def test_what_is_saved_one_way_is_restored_both_ways(
     saves_in_place: bool, sides: tuple[Side, Side]
@@ -85,6 +100,50 @@ def test_what_is_saved_one_way_is_restored_both_ways(
         sequence, restored = side.restored(IDS)
         assert restored.num_loaded == sequence.num_cached == 299
         assert np.array_equal(side.kv(sequence, 299), expected)
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_packed_values_are_decoded_where_they_go(
+    is_damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come as they are stored; the last block, which is not full, and what does not fit into
+    a slab are decoded on the way."""
+    monkeypatch.setattr("chatkv_store.layout.MIN_VALUE_BYTES", 1)
+    engine = make_engine(dtype=torch.bfloat16)
+    decoder, layout = engine.decoder, replace(LAYOUT, dtype="bfloat16")
+    pool = PagedPool(CONFIG, 40, decoder.dtype, decoder.device)
+    unpacked: list[int] = []
+
+    def counted(payloads: Any, starts: Any, *given: Any) -> None:
+        unpacked.append(len(starts))
+        unpack_packed(payloads, starts, *given)
+
+    monkeypatch.setattr(staging, "unpack_packed", counted)
+    with BlockStore(tmp_path / "kv") as store, BlockWriter(store) as writer:
+        disk = DiskTier(store, writer, NAMESPACE, "packed")
+        costs = CostFile(tmp_path / "costs")
+        sequence = TokenSequence(IDS)
+        engine.prefill(sequence)
+        source = Restorer(engine, layout, disk, costs, "test")
+        source.save(sequence, tail=True)
+        writer.flush(60)
+        blocks = store.match(NAMESPACE, IDS, layout).blocks
+        if is_damaged:
+            spoil(store, blocks[2].key)
+        run = Run()
+        pool.reserve(run, 300)
+        ring = Ring(2, 3 * layout.bytes_per_token * layout.block_tokens, False)
+        into = Staged(pool, layout, ring).destination(run)
+        done = load_blocks(store, blocks, layout, into, 2)
+    sound = 128 if is_damaged else 300
+    assert done.num_tokens_ok == sound and bool(done.misses) == is_damaged
+    assert sum(unpacked) >= (4 if is_damaged else 8), "four blocks in two values each"
+    slots = pool.slot_index(run, 0, sound)
+    arrived = pool.kv[slots // 64, :, :, :, slots % 64]
+    here = engine.pool.slot_index(sequence.run, 0, sound)
+    original = engine.pool.blocks[here * 0, :, :, :, here]
+    assert torch.equal(arrived.view(torch.int16), original.view(torch.int16))
+    engine.close()
 
 
 def test_an_answer_on_restored_kv(sides: tuple[Side, Side]) -> None:
@@ -108,14 +167,7 @@ def test_damage_is_a_miss_and_what_is_in_front_of_it_stays(
     plain.restorer.save(computed, tail=True)
     store = plain.disk.store
     plain.disk.writer.flush(60)
-    key = value_key(store.match(NAMESPACE, IDS, LAYOUT).blocks[block].key, 0)
-
-    def spoil(txn: Any) -> None:
-        value = bytearray(txn.get(key, db=store.db["values"]))
-        value[len(value) // 2] ^= 16
-        txn.put(key, bytes(value), db=store.db["values"])
-
-    store.env.write(spoil)
+    spoil(store, store.match(NAMESPACE, IDS, LAYOUT).blocks[block].key)
     sequence, restored = other.restored(IDS)
     assert sequence.num_cached == restored.num_loaded == 64 * block
     assert any("unusable" in notice for notice in restored.all_notices)
