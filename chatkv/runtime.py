@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import time
@@ -293,6 +294,8 @@ class Runtime:
             if on_progress is not None:
                 on_progress("loading the model to the GPU", done, total)
 
+        gc.collect()  # a model that was here before may not be quite gone
+        torch.cuda.empty_cache()
         free_bytes, _ = torch.cuda.mem_get_info(device)
         most_tokens = config.max_position * POOL_CONVERSATIONS
         engine, self.ledger = engine_on(

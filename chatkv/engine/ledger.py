@@ -15,6 +15,7 @@ from chatkv.engine.runner import GRAPH_SIZES
 from chatkv.errors import ModelError
 from chatkv.model.config import ModelConfig
 from chatkv.model.weights import expected_shapes
+from chatkv.words import size
 
 # What cuBLAS takes on large GPUs (32 MiB), and attention's partial results where it is cut along
 # the keys: at most a tile of 128 queries in float32 for each of 264 programs.
@@ -73,8 +74,8 @@ def fit(
     num_blocks = min(most_blocks, (room - fixed.fixed) // block_bytes(config, itemsize))
     if num_blocks < 1:
         raise ModelError(
-            f"the model needs {_gib(fixed.fixed)} of GPU memory before any conversation "
-            f"({_gib(fixed.weights)} of weights), and {_gib(room)} are free: take a smaller "
+            f"the model needs {size(fixed.fixed)} of GPU memory before any conversation "
+            f"({size(fixed.weights)} of weights), and {size(room)} are free: take a smaller "
             "model, or compute on the CPU (--device cpu)"
         )
     return num_blocks, ledger(config, itemsize, num_blocks, staging)
@@ -105,7 +106,3 @@ def activation_bytes(config: ModelConfig, itemsize: int, rows: int, num_seqs: in
     logits = num_seqs * config.vocab_size
     at_the_end = itemsize * (rows * hidden + 2 * num_seqs * hidden + logits) + 4 * logits
     return max(itemsize * rows * per_row, at_the_end)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 30):.1f} GiB"

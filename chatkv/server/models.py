@@ -13,12 +13,13 @@ from chatkv.process import prepare_to_compute
 from chatkv.restore.disk import Disk
 from chatkv.runtime import Runtime
 from chatkv.session.request import WantedDtype
+from chatkv.words import plural
 from chatkv_store.conversations import Conversations
 
 Progress = Callable[[str, int, int], None]
 
-# A third model would hardly fit beside the KV of two.
-MAX_MODELS = 2
+# A third model would hardly fit beside the KV of two. A GPU's memory is all one model's.
+MAX_MODELS, MAX_MODELS_ON_GPU = 2, 1
 
 
 class Models:
@@ -98,13 +99,15 @@ class Models:
             return runtime
 
     def _make_room(self) -> None:
+        most = MAX_MODELS if choose_device().type == "cpu" else MAX_MODELS_ON_GPU
         with self._lock:
-            if len(self._loaded) < MAX_MODELS:
+            if len(self._loaded) < most:
                 return
             key = next((key for key, one in self._loaded.items() if self._is_free(one)), None)
             if key is None:
                 raise UsageError(
-                    f"{MAX_MODELS} models are answering already: wait for one of them, or stop it"
+                    f"{plural(most, 'model is', 'models are')} answering already: wait for one of "
+                    "them, or stop it"
                 )
             runtime = self._loaded.pop(key)
         runtime.close()
