@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from chatkv.errors import UsageError
+from chatkv.errors import ChatkvError, UsageError
 from chatkv.server.asked import Asked
 from chatkv.server.hub import Hub
 from chatkv.server.matching import Matching, Place, said_as_text
@@ -62,6 +63,11 @@ class Answers:
         data = _result(choices, about)
         self.metrics.answered(data)
         emit(Event("result", data=data))
+
+    def warm_up(self) -> None:
+        """Load the default model, so that the first request need not wait for it."""
+        with suppress(ChatkvError):  # whoever asks first hears why
+            self.runtime("")
 
     def runtime(self, model: str, emit: Emit | None = None) -> Runtime:
         """The model that is called `model`, loaded."""
@@ -257,6 +263,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
     return {
         "index": choice.index,
         **asdict(new),
+        "reasoning_tokens": len(choice.tokenizer.encode(new.reasoning)),
         "finish_reason": choice.result.finish_reason,
         "logprobs": choice.logprobs if choice.num_logprobs is not None else None,
     }

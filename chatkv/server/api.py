@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ def application(hub: Hub, listen: Listen) -> ASGIApp:
     """Everything behind the TCP port. Raises ModelError for a model that is not there."""
     metrics = Metrics()
     answers = Answers(hub, Offered(hub.folders, listen.models), metrics)
+    threading.Thread(target=answers.warm_up, name="warm-up", daemon=True).start()
     found: list[BaseRoute] = [
         *routes(openai.OpenAI(answers).handlers(), openai_writer.error_body),
         *routes(responses.Responses(answers).handlers(), openai_writer.error_body),

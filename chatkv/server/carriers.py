@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 
 from chatkv.server.asked import Carriers
+from chatkv.session.messages import Message
 
 SESSION_HEADER = "X-Chatkv-Session"
 SCRATCH_HEADER = "X-Chatkv-Scratch"
 
-# What clients send to have a title or tags of a conversation made, which is not part of it.
+# What clients send to have a title or tags of a conversation made, which is not part of it. People
+# ask for titles too: only what asks for a short one of the conversation itself is meant.
 _BACKGROUND = re.compile(
-    r"\A\s*(### Task:\s*\n.*\b(title|tags?|follow-up|query|queries|emoji|autocompletion)\b"
-    r"|(Please )?(write|generate|provide|create|suggest|summari[sz]e)\b.{0,80}\b(title|topic)\b"
+    r"\A\s*(### Task:\s*\n.*(### Chat History|<chat_history>)"
+    r"|(Please )?(write|generate|provide|create|give|suggest|summari[sz]e)\b"
+    r"(?=.{0,200}\b(concise|\d+ ?(-|–|to) ?\d+ words?|\d+[- ]words?))"
+    r"(?=.{0,200}\b(title|name|topic)\b)"
+    r".{0,300}\b(the|this|our|following) (conversation|chat|thread|discussion)\b"
     r"|Analy[sz]e if this message indicates a new conversation topic)",
     re.IGNORECASE | re.DOTALL,
 )
@@ -56,15 +62,21 @@ def _session_in(user_id: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def is_scratch(request: Request, body: dict[str, Any], messages: Any) -> bool:
+def is_scratch(request: Request, body: dict[str, Any], messages: Sequence[Message]) -> bool:
     """Whether the answer is to leave nothing: it was said so, or it looks like a client's own."""
     said = request.headers.get(SCRATCH_HEADER, "").lower()
     if said in ("0", "false", "no"):
         return False
     if said or body.get("store") is False:
         return True
-    spoken = [message for message in messages if message["role"] != "system"]
-    return len(spoken) == 1 and bool(_BACKGROUND.match(spoken[0]["content"]))
+    is_named = SESSION_HEADER in request.headers
+    last = messages[-1]["content"] if messages[-1]["role"] == "user" else ""
+    return not is_named and is_background(last)
+
+
+def is_background(text: str) -> bool:
+    """Whether a program asks, and no person."""
+    return bool(_BACKGROUND.match(text))
 
 
 def owner_of(request: Request) -> str:

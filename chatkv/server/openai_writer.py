@@ -23,6 +23,7 @@ def error_body(problem: Problem) -> dict[str, Any]:
 
 def usage_of(result: dict[str, Any]) -> dict[str, Any]:
     prompt, generated = result["prompt_tokens"], result["generated_tokens"]
+    reasoning_tokens = sum(choice["reasoning_tokens"] for choice in result["choices"])
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
@@ -31,7 +32,7 @@ def usage_of(result: dict[str, Any]) -> dict[str, Any]:
             "cached_tokens": result["cached_tokens"],
             "cache_write_tokens": result["timings"]["prompt_n"],
         },
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
 
 

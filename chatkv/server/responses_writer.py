@@ -53,6 +53,7 @@ class Writer:
         calls = list(choice["calls"])
         output = output_of(choice["content"], choice["reasoning"], calls, self._item)
         prompt, generated = result["prompt_tokens"], result["generated_tokens"]
+        reasoning_tokens = choice["reasoning_tokens"]
         return self._response("completed" if is_whole else "incomplete") | {
             "model": result["model"],
             "output": output,
@@ -64,7 +65,7 @@ class Writer:
                     "cache_write_tokens": result["timings"]["prompt_n"],
                 },
                 "output_tokens": generated,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
                 "total_tokens": prompt + generated,
             },
             "timings": result["timings"],
