@@ -228,6 +228,7 @@ class Runtime:
             "device": self.engine.decoder.device.type,
             "gpu_bytes": asdict(self.ledger) if self.ledger is not None else None,
             "context": self.engine.max_tokens,
+            "kv_bytes_per_token": self.layout.bytes_per_token,
             "kv_tokens": {
                 "total": pool.num_blocks * BLOCK_TOKENS,
                 "free": pool.free_blocks * BLOCK_TOKENS,
