@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -292,13 +293,14 @@ def memory(rig: Rig, sizes: Sizes) -> Found:
 def naive(rig: Rig, sizes: Sizes) -> Found:
     """A resume and a token, beside transformers with its cache in a file."""
     try:
-        from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+        theirs_all: Any = import_module("transformers")
     except ImportError:
         return {}
+    new_cache = theirs_all.DynamicCache
     config, num_tokens = rig.config, sizes.stored
     ids = rig.ids(num_tokens)
-    theirs = LlamaForCausalLM(
-        LlamaConfig(
+    theirs = theirs_all.LlamaForCausalLM(
+        theirs_all.LlamaConfig(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -314,13 +316,13 @@ def naive(rig: Rig, sizes: Sizes) -> Found:
     history = torch.tensor([ids[: -sizes.prompt]], device=rig.device)
     prompt = torch.tensor([ids[-sizes.prompt :]], device=rig.device)
     with torch.inference_mode():
-        cache = theirs(history, past_key_values=DynamicCache(), logits_to_keep=1).past_key_values
+        cache = theirs(history, past_key_values=new_cache(), logits_to_keep=1).past_key_values
         saved = io.BytesIO()
         torch.save([(layer.keys, layer.values) for layer in cache.layers], saved)
 
         def resume() -> Any:
             saved.seek(0)
-            again = DynamicCache()
+            again = new_cache()
             for layer, (keys, values) in enumerate(torch.load(saved, map_location=rig.device)):
                 again.update(keys, values, layer)
             theirs(prompt, past_key_values=again, logits_to_keep=1)

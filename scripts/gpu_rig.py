@@ -115,7 +115,7 @@ class Rig:
 
     def ids(self, count: int) -> list[int]:
         generator = torch.Generator().manual_seed(1)
-        return torch.randint(0, self.config.vocab_size, (count,), generator=generator).tolist()  # type: ignore[no-any-return]
+        return torch.randint(0, self.config.vocab_size, (count,), generator=generator).tolist()
 
     @contextmanager
     def sequence(self, num_tokens: int) -> Iterator[TokenSequence]:
