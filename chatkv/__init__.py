@@ -9,3 +9,7 @@ __version__ = "0.1.0"
 # the one that is waited for then has no core, and prefill was 10x slower. 2000 turns are a few
 # microseconds, and cost an idle machine nothing that could be measured.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
+# Read by oneDNN. It keeps 1024 compiled matrix products, one for each number of rows that it meets,
+# and prompts have any: mixed traffic grew a process by hundreds of megabytes. A step needs five.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")

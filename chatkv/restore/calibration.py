@@ -84,7 +84,8 @@ def calibrate(
 def fit_prefill(cost: CostModel, samples: Sequence[Sample]) -> CostModel:
     """c, alpha and beta by least squares of the relative errors, none below zero.
 
-    Where noise makes one negative, c or beta is left out; each token always costs something.
+    Where noise makes one negative, c or beta is left out. Each token costs at least a quarter of
+    what one of the longest sample did, unless its pairs do: nothing but noise makes tokens free.
     """
     lengths = np.array([sample.num_tokens for sample in samples], dtype=np.float64)
     seconds = np.array([sample.seconds for sample in samples])
@@ -98,10 +99,11 @@ def fit_prefill(cost: CostModel, samples: Sequence[Sample]) -> CostModel:
     fixed, linear, pairs = (
         float(max(0.0, found[used.index(term)])) if term in used else 0.0 for term in range(3)
     )
+    least = seconds[-1] / lengths[-1] / 4 - pairs * lengths[-1] / 2
     return replace(
         cost,
         prefill_fixed_s=fixed,
-        prefill_s_per_token=max(linear, 1e-9),
+        prefill_s_per_token=max(linear, float(least), 1e-9),
         prefill_s_per_token_pair=pairs,
     )
 

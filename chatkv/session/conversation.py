@@ -8,6 +8,7 @@ again. Text and ids are committed to SQLite; KV is a cache beside them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -158,14 +159,13 @@ class Conversation:
         generation = Generation(
             self.model, self.sequence, options, listener, sampler, reply, record, max_ids
         )
-        with Checkpointer(lambda: self._checkpoint(turn, reply)) as checkpoints:
-            try:
+        checkpoints = Checkpointer(lambda: self._checkpoint(turn, reply))
+        try:
+            with checkpoints, suppress(Cancelled):
                 generation.run(planned)
-            except Cancelled:
-                pass
-            finally:
-                reply.finish()
-                turn = self._finish(turn, reply, sampler, record)
+        finally:
+            reply.finish()
+            turn = self._finish(turn, reply, sampler, record)
         return self._result(turn, record, self._notices(record, checkpoints))
 
     def _reply(self, options: TurnOptions, listener: Listener) -> Reply:

@@ -232,7 +232,8 @@ class Database:
                     f"{self.path}: another process has been writing for more than "
                     f"{self._busy_timeout_s:g} s; try again"
                 )
-        return StoreError(f"{self.path}: {error}")
+        # SQLite quotes what it could not read: only as much of it as is a line.
+        return StoreError(f"{self.path}: {' '.join(str(error).split())[:200]}")
 
     def _read_only(self) -> StoreReadOnly:
         return StoreReadOnly(

@@ -85,19 +85,21 @@ class Room:
     def limit(self) -> int:
         """Bytes that the data file may have: the cap, and what the disk's floor leaves."""
         data = self._store.path / DATA_FILE
-        limit = 1 << 62
-        if self.budget.max_bytes is not None:
-            limit = self.budget.max_bytes - LOCK_BYTES
+        limit = self._cap()
         if self.budget.min_free_bytes:
             above_floor = disk_free_bytes(data) - self.budget.min_free_bytes
             limit = min(limit, data.stat().st_size + max(0, above_floor))
         return max(0, limit // PAGE_BYTES * PAGE_BYTES)
 
+    def _cap(self) -> int:
+        cap = 1 << 62 if self.budget.max_bytes is None else self.budget.max_bytes - LOCK_BYTES
+        return max(0, cap // PAGE_BYTES * PAGE_BYTES)
+
     def _spare(self, hard: int) -> int:
         return min(MAX_SPARE_BYTES, hard // 8)
 
     def _evict(self, num_bytes: int, batch: Sequence[Encoded], hard: int) -> None:
-        """Free `num_bytes`, of blocks that are worth less than those of `batch`; BudgetFull where
+        """Free `num_bytes`, of blocks that are worth less than those of `batch`; StoreFull where
         that cannot be, with nothing gone."""
         chosen = self._choose(num_bytes, batch, hard)
         for first in range(0, len(chosen), EVICTED_AT_ONCE):
@@ -108,7 +110,9 @@ class Room:
         self._store.count(hard, evicted_blocks=len(chosen), evicted_bytes=num_freed)
 
     def _choose(self, num_bytes: int, batch: Sequence[Encoded], hard: int) -> list[Candidate]:
-        full = BudgetFull(
+        # What is as its user wants it is no news; a disk that fills up is.
+        is_the_cap = hard == self._cap()
+        full = (BudgetFull if is_the_cap else StoreFull)(
             f"the KV cache in {self._store.path} is full, and nothing in it is worth less than "
             "what is new; raise the cap, unpin or prune"
         )
