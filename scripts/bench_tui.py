@@ -265,7 +265,10 @@ def _markdown(num_chars: int) -> str:
     """Prose, lists, code and tables, as answers have them."""
     part = (
         "## A heading\n\nSome prose with *emphasis*, `code` and [a link](https://example.org) that "
-        "goes on for a line or two, as prose does.\n\n- one thing\n- another thing\n\n"
+        "goes on for a line or two, as prose does. "
+        + "It has a few more sentences, so that the paragraph is one as answers have them. "
+        * 8
+        + "\n\n- one thing\n- another thing\n\n"
         "```python\ndef work(items: list[int]) -> int:\n    return sum(items)\n```\n\n"
         "| a | b |\n|---|---|\n| 1 | 2 |\n\n"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -33,6 +34,7 @@ def is_read_aloud() -> bool:
 
 def show(request: ChatRequest, options: Callable[[], TurnOptions]) -> Left:
     """Chat until the user leaves."""
+    gc.disable()  # collecting while all of Textual is imported took a tenth of the start
     from chatkv.tui.app import ChatApp
     from chatkv.tui.library import Library
     from chatkv.tui.start import Left, Start

@@ -3,6 +3,7 @@ verb; everything that is seen is the screen's."""
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterable
 from typing import ClassVar
@@ -18,6 +19,8 @@ from chatkv.tui.verbs import Verbs
 
 # A second Ctrl-C within this time leaves.
 TWICE_S = 2.0
+# After this the first frame is painted: what `call_after_refresh` does comes before it.
+SETTLED_S = 0.2
 
 
 class ChatApp(App[Left]):
@@ -39,12 +42,13 @@ class ChatApp(App[Left]):
             self.set_keymap(keys.check(start.keymap))
 
     def on_mount(self) -> None:
-        self.call_after_refresh(self._dress)
+        self.set_timer(SETTLED_S, self._dress)
 
     def _dress(self) -> None:
         """Import what paints answers while nobody waits for it."""
         from chatkv.tui.rendering import THEME
 
+        gc.enable()  # which the program had switched off, to start sooner
         self.console.push_theme(THEME)
 
     def get_default_screen(self) -> Screen[None]:

@@ -28,6 +28,8 @@ from chatkv_store.errors import StoreError
 
 # Text is painted this often: more would cost more than anybody sees.
 PAINT_S = 0.05
+# Time for the first frame. (`call_after_refresh` calls before it is painted.)
+FIRST_FRAME_S = 0.02
 
 
 class ChatScreen(Screen[None]):
@@ -78,7 +80,7 @@ class ChatScreen(Screen[None]):
     def on_mount(self) -> None:
         self.composer.focus()
         self.show_status("starting")
-        self.call_after_refresh(self._begin)
+        self.set_timer(FIRST_FRAME_S, self._begin)
 
     async def _begin(self) -> None:
         """Everything that can wait until there is something to see."""
@@ -148,6 +150,13 @@ class ChatScreen(Screen[None]):
     def _show_progress(self, progress: Progress) -> None:
         self._progress = progress
         self.query_one(ProgressLine).show(None if progress.is_over else progress)
+
+    def on_scrolled(self, message: messages.Scrolled) -> None:
+        self.conversation.release_anchor()  # or it would hold on to the end
+        if message.pages < 0:
+            self.conversation.scroll_page_up(animate=False)
+        else:
+            self.conversation.scroll_page_down(animate=False)
 
     # --- what the engine says -------------------------------------------------------------------
 

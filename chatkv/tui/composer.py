@@ -11,7 +11,7 @@ from chatkv.tui import commands
 from chatkv.tui.folding import Folds
 from chatkv.tui.history import History
 from chatkv.tui.keys import COMPOSER, lookup
-from chatkv.tui.messages import Submitted, Typed
+from chatkv.tui.messages import Scrolled, Submitted, Typed
 
 
 class Composer(TextArea):
@@ -97,6 +97,14 @@ class Composer(TextArea):
     def _newer(self) -> bool:
         is_last = self.cursor_location[0] == self.document.line_count - 1
         return is_last and self._recall(self.sent_lines.newer())
+
+    def _page_up(self) -> bool:
+        self.post_message(Scrolled(-1))
+        return True
+
+    def _page_down(self) -> bool:
+        self.post_message(Scrolled(1))
+        return True
 
     def _complete(self) -> bool:
         found = self.suggestions()

@@ -47,6 +47,8 @@ COMPOSER = (
     Key("newline", "shift+enter,ctrl+j,alt+enter", "newline", "A new line (also \\ and Enter)."),
     Key("older", "up", "older", "On the first line: what you sent before."),
     Key("newer", "down", "newer", "On the last line: back again."),
+    Key("page-up", "pageup", "page_up", "Scroll the conversation."),
+    Key("page-down", "pagedown", "page_down", "Scroll back; at its end it follows again."),
     Key("complete", "tab", "complete", "Complete a command."),
     Key("unfold", "ctrl+o", "unfold", "Show a folded paste in full."),
     Key("leave", "ctrl+d", "leave", "In an empty input: leave."),

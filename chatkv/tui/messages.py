@@ -117,6 +117,13 @@ class Typed(Message):
 
 
 @dataclass
+class Scrolled(Message):
+    """A page up (-1) or down (1) in the conversation."""
+
+    pages: int
+
+
+@dataclass
 class TurnAction(Message):
     """A key on a turn: edit, fork, copy, code, regen or continue."""
 

@@ -131,6 +131,8 @@ class Worker:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+        if self._chat is not None and not self._chat.is_shared:
+            self._threads[1].join(LEAVE_S)  # it computes with what is closed now
         with suppress(ChatkvError, StoreError, OSError):
             self._opened.close()
 

@@ -363,3 +363,22 @@ async def test_a_long_conversation_shows_its_end_and_more_when_asked(
         chat.app.chat.composer.focus()
         await chat.ask("and now")
         assert len(chat.turns) == 9
+
+
+@asynchronous
+async def test_the_conversation_is_scrolled_from_the_input(tui: Tui, script: Script) -> None:
+    async with tui(size=(60, 16)) as chat:
+        await chat.idle()
+        for number in range(5):
+            await chat.ask(f"message {number}")
+        conversation = chat.app.chat.conversation
+        await chat.until(lambda: "> message 4" in "\n".join(chat.lines))
+        end = conversation.scroll_y
+        await chat.press("pageup")
+        await chat.until(lambda: conversation.scroll_y < end)
+        await chat.press("pageup", "pageup")
+        await chat.until(lambda: "> message 0" in "\n".join(chat.lines))
+        await chat.press("pagedown", "pagedown", "pagedown")
+        await chat.until(lambda: conversation.scroll_y == conversation.max_scroll_y)
+        await chat.ask("message 5")  # and it follows again
+        await chat.until(lambda: "> message 5" in "\n".join(chat.lines))
