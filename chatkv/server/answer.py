@@ -224,6 +224,7 @@ def _result(choices: list[Choice], about: dict[str, Any]) -> dict[str, Any]:
     generated = sum(result.tokens.generated for result in results)
     rate = timing.decode_tokens_per_s
     timings = {
+        "session": about.get("session", ""),
         "cache_n": cached,
         "prompt_n": tokens.computed,
         "prompt_ms": round(timing.prefill_ms, 3),
@@ -243,7 +244,6 @@ def _result(choices: list[Choice], about: dict[str, Any]) -> dict[str, Any]:
     }
     return {
         "model": first.model,
-        "session": about.get("session", ""),
         "choices": [_choice(choice) for choice in choices],
         "prompt_tokens": tokens.prompt,
         "cached_tokens": cached,

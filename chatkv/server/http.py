@@ -30,8 +30,9 @@ from chatkv.server.stream import events
 from chatkv.server.wire import Event, error_event
 from chatkv_store.errors import StoreError
 
-# How long a request is waited for to be accepted, before its headers are sent regardless.
-ACCEPT_S = 2.0
+# How long headers wait: for the session's name, which a model that is being loaded delays; and then
+# for the request to be accepted, which a memory that is full delays.
+NAMED_S, ACCEPT_S = 30.0, 2.0
 # Silence in a stream is broken this often, by the wall clock.
 KEEPALIVE_S = 5.0
 
@@ -131,11 +132,13 @@ async def respond(
 
 async def _accepted(stream: AsyncGenerator[Event, None]) -> list[Event]:
     """What happens until the request is accepted or refused, or that takes too long."""
-    deadline = time.monotonic() + ACCEPT_S
+    deadline = time.monotonic() + NAMED_S
     seen = []
     async for event in stream:
         if event.event != "alive":
             seen.append(event)
+        if event.event == "session":
+            deadline = time.monotonic() + ACCEPT_S
         if event.event in ("text", "result", "error") or event.stage == "begin":
             break
         if time.monotonic() > deadline:

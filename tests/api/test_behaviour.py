@@ -78,7 +78,7 @@ def test_a_client_that_leaves_ends_its_answer(slow_url: str, path: str) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_ends_its_prefill(slow_url: str, stream: bool) -> None:
-    text = f"{stream} " + " the" * 7000
+    text = f"{stream} " + " the" * 4000
     before = ask(slow_url, "/metrics").body
     connection = open_to(slow_url)
     body = {"messages": [user(text)], "stream": stream, "max_tokens": 5}
@@ -102,7 +102,7 @@ def test_a_client_that_leaves_ends_its_prefill(slow_url: str, stream: bool) -> N
 
 def test_headers_and_progress_come_before_the_prefill(slow_url: str) -> None:
     connection, response = streamed(
-        slow_url, "/v1/chat/completions", "early" + " the" * 3000, max_tokens=1
+        slow_url, "/v1/chat/completions", "early" + " the" * 1800, max_tokens=1
     )
     lines = response.read().decode().split("\n")
     prefills = [line for line in lines if line.startswith(": prefill ")]
@@ -145,6 +145,7 @@ def test_silence_is_broken_by_comments(
     assert json.loads(error.removeprefix(b"data: "))["error"]["message"] == "broken"
 
 
+@pytest.mark.slow
 def test_an_answer_that_meets_the_end_of_the_context(slow_url: str) -> None:
     got = chat(slow_url, [user("full" + " the" * 8100)], max_tokens=None)
     assert got.status == 200 and got.json["choices"][0]["finish_reason"] == "length"
