@@ -3,6 +3,7 @@ over it against those over consecutive blocks, for every architecture, with grap
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import tiny
 from chatkv.engine.engine import Engine
+from chatkv.engine.memory import Memory
 from chatkv.engine.paged import PagedPool
 from chatkv.engine.pool import BLOCK_TOKENS, BlockPool, Pool, Run
 from chatkv.engine.runner import GRAPH_SIZES, PagedRunner
@@ -208,6 +210,43 @@ def test_forks_share_what_they_begin_with(engines: tuple[Engine, Engine]) -> Non
     assert other.memory.num_idle_tokens == used * BLOCK_TOKENS
     assert answer(other, [*ids[:100], 3], 20, name="first") == answer(plain, [*ids[:100], 3], 20)
     assert answer(other, [*ids, 2], 80, name="second") == expected[1], "it was not written over"
+
+
+def test_threads_that_share_never_write_into_each_others_kv() -> None:
+    """Each token's KV is its id. Turns keep some of theirs, take over more from others, write the
+    rest, and look at all of it; room is short, so idle ones are given up all the time."""
+    memory = Memory(PagedPool(SMALL, 24, torch.float32, CPU), 10 * BLOCK_TOKENS)
+    one_turn = [threading.Lock() for _ in range(5)]
+    wrong: list[str] = []
+    num_shared = 0
+
+    def turns(seed: int) -> None:
+        nonlocal num_shared
+        for index in range(60):
+            number = (seed + index) % 5
+            sequence = memory.sequence(str(number))
+            with one_turn[number], memory.use(sequence):
+                length = 1 + (index * 37 + seed * 11) % (4 * BLOCK_TOKENS)
+                ids = [*range(length), 10_000 + 100 * seed + index]
+                num_shared += memory.share(sequence, ids)
+                kept = min(sequence.common_prefix(ids), len(ids) - 1)
+                sequence.become(ids, kept)
+                try:
+                    memory.pool.reserve(sequence.run, len(ids), kept)
+                except ContextFull:
+                    continue
+                write(memory.pool, sequence.run, kept, [float(token) for token in ids[kept:]])
+                sequence.num_cached = len(ids)
+                if read(memory.pool, sequence.run, len(ids)) != ids:
+                    wrong.append(f"{seed} {index}")
+
+    threads = [Turn(lambda seed=seed: turns(seed)) for seed in range(4)]  # type: ignore[misc]
+    for thread in threads:
+        thread.result()
+    assert not wrong and num_shared > 10 * BLOCK_TOKENS
+    for number in range(5):
+        memory.forget(str(number))
+    assert memory.pool.free_blocks == 24
 
 
 def test_turns_that_are_in_each_others_way_come_back() -> None:
