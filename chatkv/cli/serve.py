@@ -57,7 +57,7 @@ def serve(
     from chatkv.server.listen import Access, Listen
 
     # As lists of names, separated by commas.
-    access = Access(_filled(tokens), _listed(allowed_hosts), _listed(allowed_origins))
+    access = Access(_filled(tokens), _listed(allowed_hosts.lower()), _listed(allowed_origins))
     listen = Listen(host, port, access, models or (None,))
     while True:
         _make_way(place)

@@ -99,13 +99,13 @@ class Ollama:
 
     async def tags(self, request: Request) -> Response:
         """The models that may be asked for."""
-        loaded = self._loaded()
+        loaded = await in_thread(self._loaded)
         offered = self._answers.offered.models.values()
         return JSONResponse({"models": [_tag(one, loaded.get(one.name)) for one in offered]})
 
     async def ps(self, request: Request) -> Response:
         """The models that are in memory."""
-        loaded, models = self._loaded(), self._answers.offered.models
+        loaded, models = await in_thread(self._loaded), self._answers.offered.models
         running = [
             _tag(models[name], status)
             | {

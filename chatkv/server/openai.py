@@ -24,6 +24,7 @@ from chatkv.server.carriers import carriers_of, is_scratch, owner_of
 from chatkv.server.http import (
     Handler,
     body_of,
+    in_thread,
     respond,
 )
 from chatkv.server.openai_writer import ChatWriter, CompletionWriter, error_body
@@ -78,12 +79,13 @@ class OpenAI:
 
     async def models(self, request: Request) -> Response:
         """The models that may be asked for."""
-        offered = self._answers.offered.models.values()
-        return JSONResponse({"object": "list", "data": [self._model(one.name) for one in offered]})
+        names = list(self._answers.offered.models)
+        data = await in_thread(lambda: [self._model(name) for name in names])
+        return JSONResponse({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
         """One model."""
-        return JSONResponse(self._model(request.path_params["name"]))
+        return JSONResponse(await in_thread(self._model, request.path_params["name"]))
 
     def _model(self, name: str) -> dict[str, Any]:
         found = self._answers.offered.find(name)

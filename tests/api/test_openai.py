@@ -188,10 +188,3 @@ def test_what_does_not_fit_is_said_before_anything_streams(
             create(client, name, "word " * 2000, stream=is_streamed)
         assert refused.value.code == "context_length_exceeded"
         assert "1024" in str(refused.value)
-
-
-def test_reasoning_is_told_apart(url: str) -> None:
-    thought = [user("q"), {"role": "assistant", "content": "<think>hm</think>yes"}, user("more")]
-    plain = [user("q"), {"role": "assistant", "content": "<think>hm</think>yes"}]
-    assert chat(url, thought).json["timings"]["hit"] == "adopted"
-    assert chat(url, [*plain, user("other")]).json["timings"]["hit"] == "chain"
