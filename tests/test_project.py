@@ -102,7 +102,7 @@ def _declared_dependencies() -> set[str]:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = [*project["dependencies"], *project["optional-dependencies"]["hub"]]
     found = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
-    # Used where they are there; and what both rich and textual stand on.
+    # Used where they are there; and the module of markdown-it-py.
     return found | {"triton", "keyring", "markdown_it"}
 
 
