@@ -11,6 +11,7 @@ from chatkv.engine.engine import Engine
 from chatkv.engine.ledger import Ledger, fit
 from chatkv.engine.paged import PagedPool
 from chatkv.engine.pool import BLOCK_TOKENS
+from chatkv.engine.runner import PagedRunner
 from chatkv.model.config import ModelConfig
 from chatkv.model.decoder import Decoder
 
@@ -35,4 +36,7 @@ def engine_on(
     num_blocks, ledger = fit(config, dtype.itemsize, free_bytes, most_blocks, staging)
     max_position = min(config.max_position, num_blocks * BLOCK_TOKENS)
     decoder = Decoder(config, weights, max_position, device, fused=True, on_progress=on_progress)
-    return Engine(decoder, PagedPool(config, num_blocks, dtype, device)), ledger
+    engine = Engine(decoder, PagedPool(config, num_blocks, dtype, device))
+    assert isinstance(engine.runner, PagedRunner)
+    engine.runner.prepare()
+    return engine, ledger

@@ -20,6 +20,7 @@ from torch import Tensor
 from chatkv.engine.paged import PagedPool
 from chatkv.engine.pool import BLOCK_TOKENS, BlockPool, Pool, RunSpan
 from chatkv.engine.scheduler import Piece
+from chatkv.engine.sequence import TokenSequence
 from chatkv.model.batch import PagedBatch
 from chatkv.model.decoder import Decoder
 
@@ -81,6 +82,14 @@ class PagedRunner:
         logits = graph.run(pieces) if graph is not None else self._pass(pieces)
         return list(_on_host(logits))
 
+    def prepare(self) -> None:
+        """Compile and record what the first turn will need, so that it waits for neither."""
+        sequence = TokenSequence([0, 0, 0])
+        self.pool.reserve(sequence.run, 3)
+        self.forward([Piece(sequence, 0, 2)])
+        self.forward([Piece(sequence, 2, 3, is_decode=True)])
+        self.pool.release(sequence.run)
+
     def _graph_for(self, pieces: Sequence[Piece]) -> DecodeGraph | None:
         is_decode = all(piece.length == 1 and piece.wait_layer is None for piece in pieces)
         if self._record is None or not is_decode or len(pieces) > GRAPH_SIZES[-1]:
@@ -130,15 +139,19 @@ class DecodeGraph:
     """
 
     def __init__(self, decoder: Decoder, pool: PagedPool, size: int, record: Record) -> None:
-        self._decoder, self._pool, self.size = decoder, pool, size
+        self._decoder, self._pool = decoder, pool
         self._max_blocks = min(-(-decoder.max_position // BLOCK_TOKENS), pool.num_blocks)
-        num_inputs = size * (4 + self._max_blocks)
+        # Rows begin at multiples of 16 bytes: kernels are compiled anew for addresses that do not.
+        width = -(-size // 4) * 4
+        num_inputs = 4 * width + size * self._max_blocks
         is_gpu = pool.device.type == "cuda"
         self._host = torch.zeros(num_inputs, dtype=torch.int32, pin_memory=is_gpu)
         self._inputs = torch.empty_like(self._host, device=pool.device)
         numbers = self._host.numpy()
-        self._rows = numbers[: 4 * size].reshape(4, size)
-        self._table = numbers[4 * size :].reshape(size, self._max_blocks)
+        self._rows = numbers[: 4 * width].reshape(4, width)[:, :size]
+        self._table = numbers[4 * width :].reshape(size, self._max_blocks)
+        self._device_rows = self._inputs[: 4 * width].view(4, width)[:, :size]
+        self._device_table = self._inputs[4 * width :].view(size, self._max_blocks)
         self._fill(())
         self.logits, self._replay = record(self._step)
 
@@ -163,9 +176,8 @@ class DecodeGraph:
         self._inputs.copy_(self._host, non_blocking=True)
 
     def _step(self) -> Tensor:
-        rows = self._inputs[: 4 * self.size].view(4, self.size)
-        table = self._inputs[4 * self.size :].view(self.size, self._max_blocks)
-        ids, positions, slots, lengths = rows
+        ids, positions, slots, lengths = self._device_rows
+        table = self._device_table
         batch = PagedBatch(self._pool.blocks, positions, slots.long(), table, lengths)
         return self._decoder.forward(ids, batch)
 
