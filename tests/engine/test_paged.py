@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from torch import Tensor
 import tiny
 from chatkv.engine.engine import Engine
 from chatkv.engine.memory import Memory
+from chatkv.engine.on_device import engine_on
 from chatkv.engine.paged import PagedPool
 from chatkv.engine.pool import BLOCK_TOKENS, BlockPool, Pool, Run
 from chatkv.engine.runner import GRAPH_SIZES, PagedRunner
+from chatkv.engine.scheduler import Piece
 from chatkv.engine.sequence import TokenSequence
 from chatkv.engine.shift import take_out
 from chatkv.errors import ContextFull
@@ -29,7 +32,7 @@ from chatkv.model.catalog import find_model
 from chatkv.model.config import ModelConfig
 from chatkv.model.decoder import Decoder
 from chatkv.model.prepared import prepare
-from chatkv.model.weights import load_weights
+from chatkv.model.weights import expected_shapes, load_weights
 from chatkv_kernels.dispatch import has_kernel
 from small_engine import CONFIG, Turn, answer, make_engine, make_weights, some_ids
 
@@ -303,6 +306,52 @@ def test_a_decoder_over_the_kernels_themselves(monkeypatch: pytest.MonkeyPatch) 
     assert called == attention | {"rms_norm", "add_rms_norm", "silu_mul"}
     plain.close()
     other.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_device_computes_what_a_cpu_does(device: str) -> None:
+    """Logits of prefill, of recorded steps and of the same steps without a recording, in 16 bits;
+    beside those of a CPU in float32."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device and -m gpu")
+    config = replace(CONFIG, hidden_size=128, intermediate_size=256, head_dim=64)
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if shape[1:] else 1.0)
+        for name, shape in sorted(expected_shapes(config).items())
+    }
+    halves = {name: weight.to(torch.float16) for name, weight in weights.items()}
+    exact = Decoder(config, {name: weight.float() for name, weight in halves.items()})
+    there, _ = engine_on(torch.device(device), config, halves, 1 << 32, 4096, 1 << 20)
+    plain = Engine(exact, BlockPool(config, 64, torch.float32, CPU))
+    recorded, pool = there.runner, there.pool
+    assert isinstance(recorded, PagedRunner) and isinstance(pool, PagedPool)
+    if device == "cpu":
+        recorded._record = repeat
+    sequences = [TokenSequence(some_ids(length, length)) for length in (70, 3, 130)]
+    twins = [TokenSequence(list(sequence.ids)) for sequence in sequences]
+    steps = [sequence.ids.pop() for sequence in sequences]
+    for sequence, twin in zip(sequences, twins, strict=True):
+        pool.reserve(sequence.run, 200)
+        plain.pool.reserve(twin.run, 200)
+        end = len(sequence.ids)
+        actual = recorded.forward([Piece(sequence, 0, end)])[0]
+        expected = plain.runner.forward([Piece(twin, 0, end)])[0]
+        assert (actual - expected).abs().max() < 0.02 * expected.abs().max()
+    pieces = [Piece(one, len(one.ids), len(one.ids) + 1, is_decode=True) for one in sequences]
+    for sequence, token in zip(sequences, steps, strict=True):
+        sequence.ids.append(token)
+    replayed = [recorded.forward(pieces) for _ in range(2)]
+    assert max(recorded._graphs) == 4, "three sequences take the graph for four"
+    launched = PagedRunner(there.decoder, pool, None).forward(pieces)
+    for row, (twin, piece) in enumerate(zip(twins, pieces, strict=True)):
+        expected = plain.runner.forward([Piece(twin, piece.start, piece.stop)])[0]
+        bound = 0.02 * expected.abs().max()
+        assert torch.equal(replayed[0][row], replayed[1][row])
+        assert (replayed[0][row] - expected).abs().max() < bound
+        assert (launched[row] - expected).abs().max() < bound
+    there.close()
+    plain.close()
 
 
 def test_a_pass_that_decodes_reads_nothing_from_the_device(
