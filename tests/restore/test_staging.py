@@ -19,6 +19,7 @@ from chatkv.engine.pool import Run
 from chatkv.engine.sequence import TokenSequence
 from chatkv.restore import staging
 from chatkv.restore.cost import CostFile
+from chatkv.restore.layers import LayerLoad
 from chatkv.restore.restorer import Restorer
 from chatkv.restore.saver import DiskTier
 from chatkv.restore.staging import Ring, Staged, reach
@@ -172,6 +173,34 @@ def test_damage_is_a_miss_and_what_is_in_front_of_it_stays(
     assert sequence.num_cached == restored.num_loaded == 64 * block
     assert any("unusable" in notice for notice in restored.all_notices)
     assert np.array_equal(other.kv(sequence, 64 * block), plain.kv(computed, 64 * block))
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_prefill_of_what_follows_waits_for_each_layer(
+    is_damaged: bool, sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit what it is when all layers have come before; where one never does, it is computed
+    again from where the sound part ends."""
+    plain, other = sides
+    plain.restorer.save(plain.compute(IDS), tail=True)
+    plain.disk.writer.flush(60)
+    store = plain.disk.store
+    if is_damaged:
+        spoil(store, store.match(NAMESPACE, IDS, LAYOUT).blocks[3].key)
+    ids = [*IDS, *some_ids(20, 2)]
+    logits = []
+    for overlaps in (True, False):
+        monkeypatch.setattr(Restorer, "_may_overlap", lambda *_, o=overlaps: o)
+        sequence = TokenSequence()
+        planned = other.restorer.plan(sequence, ids, 300, "reload")
+        with other.engine.memory.use(sequence):
+            restored = other.restorer.restore(sequence, planned)
+            assert isinstance(restored.arriving, LayerLoad) == overlaps
+            logits.append(other.engine.prefill(sequence, arriving=restored.arriving))
+            assert restored.num_loaded == (192 if is_damaged else 300)
+            if is_damaged and overlaps:  # afterwards the store has dropped it
+                assert any("unusable" in notice for notice in restored.all_notices)
+    assert torch.equal(*logits)
 
 
 def test_both_ends(sides: tuple[Side, Side]) -> None:
