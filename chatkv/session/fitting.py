@@ -81,7 +81,10 @@ def _shift(conversation: Conversation, log: list[int], window: Window, history: 
     if sequence.common_prefix(log) <= stop:
         return False
     sequence.become(log, sequence.common_prefix(log))
-    take_out(model.engine.pool, sequence, start, stop)
+    try:
+        take_out(model.engine.pool, sequence, start, stop)
+    except ContextFull:  # blocks that others share are copied first, and there is no room to
+        return False
     return True
 
 
