@@ -20,6 +20,7 @@ from chatkv.errors import UsageError
 from chatkv.runtime import Runtime
 from chatkv.server.asked import Asked
 from chatkv.server.hub import Held, Hub
+from chatkv.server.named import Names
 from chatkv.server.parts import opens_thoughts, said_in, written
 from chatkv.session.conversation import text_of
 from chatkv.session.messages import Message, digests_of, find_known
@@ -74,14 +75,16 @@ class Place:
 
 
 class Matching:
-    """Finds the place of a request, and notes its answer for the next one."""
+    """Finds the place of a request, and notes its answer for the next one. `recent` holds which
+    session clients have named lately, by the digest of the name."""
 
-    def __init__(self, hub: Hub, runtime: Runtime, asked: Asked) -> None:
+    def __init__(self, hub: Hub, runtime: Runtime, asked: Asked, recent: dict[bytes, str]) -> None:
         self._hub, self._runtime, self._asked = hub, runtime, asked
         self._store: Conversations = hub.conversations
         tools = json.dumps(asked.tools, sort_keys=True)
         about = (runtime.namespace_of("lossless", asked.owner).hex(), runtime.prepared.template)
         self._seed = hashlib.sha256(json.dumps([*about, tools]).encode()).hexdigest()
+        self._names = Names(hub.conversations, asked, self._seed, recent)
 
     @contextmanager
     def place(self, cancel: threading.Event) -> Iterator[Place]:
@@ -97,6 +100,7 @@ class Matching:
             )
         with ExitStack() as open:
             held, num_known = self._held(open, split, known.turn, num_known, cancel)
+            self._names.remember(held.session_id)
             conversation = held.conversation
             template = conversation.model.template.with_tools(self._asked.tools)
             conversation.use_template(template)
@@ -119,9 +123,7 @@ class Matching:
         turn = place.held.conversation.turns[-1]
         asked = self._asked.messages if place.split.said else self._asked.messages[:-1]
         digest = digests_of(self._seed, [*asked, answer])[-1]
-        keys = [self._key(*key) for key in self._asked.carriers.keys[:1]]
-        keys += [name_digest(*name) for name in self._asked.names]
-        self._note((digest, turn.id) for digest in (digest, *keys))
+        self._note((digest, turn.id) for digest in (digest, *self._names.digests()))
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -134,7 +136,7 @@ class Matching:
         cancel: threading.Event,
     ) -> tuple[Held, int]:
         """The conversation, and how many of the messages are its log."""
-        named = self._named()
+        named = self._names.session()
         if named is not None:
             found = self._in_named(open, named, split, known, num_known, cancel)
             if found is not None:
@@ -194,31 +196,9 @@ class Matching:
             num_messages = one.end
         return min(len(turns), len(split.exchanges)), num_messages
 
-    def _named(self) -> Session | None:
-        """The session that the request names and may have."""
-        carriers = self._asked.carriers
-        if carriers.session is not None:
-            with suppress(SessionNotFound):
-                session = self._store.get_session(carriers.session)
-                if session.id == carriers.session and self._is_mine(session):
-                    return session
-            raise SessionNotFound(f"there is no session {carriers.session!r}")
-        turns = (self._store.turn_of_messages(self._key(*key)) for key in carriers.keys[:1])
-        for turn in filter(None, turns):
-            with suppress(SessionNotFound):
-                session = self._store.get_session(turn.session_id)
-                return session if self._is_mine(session) else None
-        return None
-
-    def _is_mine(self, session: Session) -> bool:
-        return bool(session.settings.get("owner", "") == self._asked.owner)
-
     def _use(self, session_id: str, cancel: threading.Event) -> AbstractContextManager[Held]:
         self._hub.open(ChatRequest(self._runtime.model_spec, resume=session_id))
         return self._hub.use(session_id, cancel)
-
-    def _key(self, kind: str, value: str) -> bytes:
-        return name_digest(self._seed, kind, value)
 
     def _note(self, noted: Iterator[tuple[bytes, str]]) -> None:
         with suppress(StoreError):  # the next request then finds less
@@ -228,11 +208,6 @@ class Matching:
 def _head(held: Held) -> str | None:
     turns = held.conversation.turns
     return turns[-1].id if turns else None
-
-
-def name_digest(*name: str) -> bytes:
-    """Under which a turn is noted that was given a name."""
-    return hashlib.sha256(json.dumps(name).encode()).digest()
 
 
 def said_as_text(said: Sequence[Message]) -> tuple[str, tuple[Message, ...]]:

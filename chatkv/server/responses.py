@@ -33,7 +33,7 @@ from chatkv.server.http import (
     in_thread,
     respond,
 )
-from chatkv.server.matching import name_digest
+from chatkv.server.named import name_digest
 from chatkv.server.openai import refuse_formats
 from chatkv.server.openai_writer import error_body
 from chatkv.server.parts import said_in

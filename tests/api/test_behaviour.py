@@ -205,3 +205,27 @@ def test_the_schema_names_every_way(slow_url: str) -> None:
         (operation,) = schema["paths"][path].values()
         assert operation["summary"]
         assert ask(slow_url, path, method="PATCH").status == 405
+
+
+@pytest.mark.parametrize("named", [{}, {"prompt_cache_key": "left"}])
+def test_a_client_goes_on_behind_what_it_has_heard(slow_url: str, named: dict[str, str]) -> None:
+    """It stopped the answer, and has less of it than was made by then."""
+    text = f"Go on {named}." + " the" * 100
+    connection, response = streamed(slow_url, "/v1/chat/completions", text, **named)
+    heard = ""
+    while len(heard) < 40:
+        line = response.readline().decode()
+        if line.startswith("data: "):
+            (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+            heard += choice["delta"].get("content") or ""
+    session = response.getheader("x-chatkv-session")
+    response.close()
+    connection.close()
+    messages = [user(text), {"role": "assistant", "content": heard}, user("Stop there.")]
+    got = chat(slow_url, messages, **named)
+    assert got.status == 200
+    assert (got.headers["x-chatkv-session"] == session) == bool(named)
+    with Conversations(folders().conversations) as store:
+        first, second = store.chain(got.headers["x-chatkv-session"])
+    assert (first.reply_text, second.user_text) == (heard, "Stop there.")
+    assert got.json["timings"]["cache_n"] > 100  # what stands in front of the answer

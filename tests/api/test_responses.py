@@ -26,7 +26,7 @@ def create(client: openai.OpenAI, name: str, said: Any, **more: Any) -> Any:
 
 def texts(response_id: str) -> list[str]:
     """What was said up to a response."""
-    from chatkv.server.matching import name_digest
+    from chatkv.server.named import name_digest
 
     with Conversations(folders().conversations) as store:
         turn = store.turn_of_messages(name_digest("response", response_id))
@@ -60,7 +60,7 @@ def test_instructions_are_not_carried_over(client: openai.OpenAI, name: str) -> 
     assert second.timings["hit"] == "adopted"
     assert texts(second.id) == [LONG, "And?"]
     with Conversations(folders().conversations) as store:
-        from chatkv.server.matching import name_digest
+        from chatkv.server.named import name_digest
 
         turn = store.turn_of_messages(name_digest("response", second.id))
         assert turn is not None and turn.parent_id is not None
