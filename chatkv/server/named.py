@@ -41,9 +41,8 @@ class Names:
             turn = self.conversations.turn_of_messages(digest)
             session_id = self.recent.get(digest) or (turn.session_id if turn is not None else None)
             with suppress(SessionNotFound):
-                session = self.conversations.get_session(session_id) if session_id else None
-                if session is not None and self._is_mine(session):
-                    return session
+                found = self.conversations.get_session(session_id) if session_id else None
+                return found if found is not None and self._is_mine(found) else None
         return None
 
     def remember(self, session_id: str) -> None:
