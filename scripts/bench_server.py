@@ -109,7 +109,13 @@ class Server:
         (model,) = status["models"]
         kv, per_token = model["kv_tokens"], model["kv_bytes_per_token"] / (1 << 20)
         used, pool = (kv["total"] - kv["free"]) * per_token, kv["total"] * per_token
-        return Memory(status["memory_bytes"] / (1 << 20), used, pool)
+        return Memory(own_mib(status["pid"]), used, pool)
+
+
+def own_mib(pid: int) -> float:
+    """Memory that is the process's alone: pages of LMDB's file are the system's to take back."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return float(next(line.split()[1] for line in lines if line.startswith("RssAnon"))) / 1024
 
 
 def measure(options: Options) -> list[Figure]:
