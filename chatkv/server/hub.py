@@ -229,7 +229,7 @@ class Hub:
         return find(self.conversations, request)
 
     def _take(self, session_id: str, cancel: threading.Event) -> Held:
-        deadline = self._clock() + PATIENCE_S
+        deadline, is_last = self._clock() + PATIENCE_S, False
         while True:
             with self._lock:
                 held = self._held.get(session_id)
@@ -243,8 +243,12 @@ class Hub:
                     if self._held.get(session_id) is held:
                         return held
                 held.lock.release()  # it was closed in between
-            elif not held.is_drafting and self._clock() > deadline:
+            elif held.is_drafting:
+                deadline = self._clock() + PATIENCE_S
+            elif is_last:
                 raise _answering(session_id)
+            else:  # once more: the draft that was waited for may have ended just now
+                is_last = self._clock() > deadline
             if cancel.is_set():
                 raise Cancelled
 
