@@ -10,6 +10,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import hypothesis
 import pytest
@@ -87,6 +88,16 @@ def smollm2_gguf() -> Path:
     if os.environ.get("CI"):
         pytest.fail(message + " (a skip would hide the tests that matter most)")
     pytest.skip(message)
+
+
+@pytest.fixture(scope="session")
+def native_dtype() -> Literal["bfloat16", "float32"]:
+    """What this machine computes in by itself: bfloat16 by software takes ten times as long."""
+    import torch
+
+    from chatkv.model.linear import packs_on_cpu
+
+    return "bfloat16" if packs_on_cpu(torch.bfloat16) else "float32"
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -58,7 +59,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     code = run(arguments)
     with suppress(ValueError):  # not on the main thread: its signals are its caller's
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done, and is not to look undone
+    if any(thread.daemon for thread in threading.enumerate()):
+        _leave(code)
     raise SystemExit(code)
+
+
+def _leave(code: int) -> None:
+    """End here, beside threads that nobody waits for: one that is still loading a model would make
+    libtorch abort the process when its own statics are taken down."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _open_missing_streams() -> None:

@@ -71,7 +71,7 @@ def test_an_idle_engine_makes_way(home: Path, model: str) -> None:
         assert process.stderr is not None and "serving at" in process.stderr.readline()
         assert link.call("GET", "/status")["pid"] == process.pid != first
         assert engine.stop(folders())
-        assert process.wait(30) == 0
+        assert process.wait(30) == 0, process.stderr.read()
 
 
 def test_what_it_refuses(home: Path, model: str, tmp_path: Path) -> None:

@@ -55,10 +55,10 @@ def same(one: list[dict], other: list[dict]) -> None:
     [pytest.param(0.0, id="greedy"), pytest.param(0.9, id="sampled", marks=pytest.mark.slow)],
 )
 def test_five_turns_in_five_processes_equal_one_process(
-    temperature: float, fresh_home: Callable[[str], None], smollm2_gguf: Path
+    temperature: float, fresh_home: Callable[[str], None], smollm2_gguf: Path, native_dtype: str
 ) -> None:
     options = {"model": str(smollm2_gguf), "temperature": temperature, "max_tokens": 24}
-    options |= {"restore": "reload", "dtype": "bfloat16"}
+    options |= {"restore": "reload", "dtype": native_dtype}
     fresh_home("together")
     together = run_turns_in_process(TEXTS, **options)
     fresh_home("apart")
@@ -119,12 +119,12 @@ def test_every_side_of_a_block_border_tiny(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "length", [border + side for border in (64, 128, 192, 256) for side in (-1, 0, 1, 2)]
+    "length", [border + side for border in (64, 128) for side in (-1, 0, 1, 2)]
 )
 def test_every_side_of_a_block_border_smollm2(
-    length: int, fresh_home: Callable[[str], None], smollm2_gguf: Path
+    length: int, fresh_home: Callable[[str], None], smollm2_gguf: Path, native_dtype: str
 ) -> None:
-    resume_at(length, str(smollm2_gguf), fresh_home, temperature=0.8, dtype="bfloat16")
+    resume_at(length, str(smollm2_gguf), fresh_home, temperature=0.8, dtype=native_dtype)
 
 
 def test_a_new_session_shares_the_system_prompt_of_another(

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from chatkv import runtime as runtimes
 from chatkv.client import ChatRequest, open_chat
 from chatkv.engine.options import SamplingOptions
 from chatkv.engine.pool import BLOCK_TOKENS
-from chatkv.model.linear import packs_on_cpu
 from chatkv.paths import folders
 from chatkv.runtime import Runtime
 from chatkv.session.turn import Listener, TurnOptions, TurnResult
@@ -30,15 +28,6 @@ TALKS: list[list[str]] = [
     ["x"],
 ]
 GREEDY = TurnOptions(SamplingOptions(temperature=0), max_tokens=24)
-DTYPES = [
-    "float32",
-    pytest.param(
-        "bfloat16",
-        marks=pytest.mark.skipif(
-            not packs_on_cpu(torch.bfloat16), reason="in bf16, rows of this CPU are not independent"
-        ),
-    ),
-]
 
 
 @pytest.fixture
@@ -87,12 +76,11 @@ def at_once(works: Sequence[Callable[[], Any]]) -> list[Any]:
     return [turn.result() for turn in [Turn(work) for work in works]]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_each_says_what_it_would_have_said_alone(dtype: str, model: str) -> None:
-    with running(model, dtype) as runtime:
+def test_each_says_what_it_would_have_said_alone(model: str) -> None:
+    with running(model) as runtime:
         results = at_once([lambda t=texts: said(talk(runtime, t)) for texts in TALKS])  # type: ignore[misc]
         assert runtime.engine.scheduler.num_steps < sum(one[2] for talk in results for one in talk)
-    with running(model, dtype) as runtime:
+    with running(model) as runtime:
         assert results == [said(talk(runtime, texts)) for texts in TALKS]
 
 

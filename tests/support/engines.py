@@ -72,12 +72,12 @@ def end(place: Folders) -> None:
 
 
 def kill(place: Folders) -> None:
-    """kill -9 the engine."""
+    """kill -9 the engine. Where somebody waits for one, another may start at once."""
     holder = engine._holder(place)
     if holder is not None:
         with suppress(ProcessLookupError):
             os.kill(holder, 9)
-        eventually(lambda: engine._holder(place) is None)
+        eventually(lambda: engine._holder(place) != holder)
 
 
 def eventually(is_true: Callable[[], Any], timeout_s: float = 60.0) -> None:
