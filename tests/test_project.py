@@ -191,6 +191,8 @@ def test_wheel_and_sdist_hold_all_three_packages(tmp_path: Path) -> None:
         str(Path(*name.split(".")[:1], path.relative_to(PACKAGES[name.split(".")[0]])))
         for name, path in MODULES.items()
     } | {f"{name}/py.typed" for name in PACKAGES}
+    page = REPOSITORY / "chatkv" / "server" / "static"
+    expected |= {str(path.relative_to(REPOSITORY)) for path in page.rglob("*") if path.is_file()}
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}

@@ -20,6 +20,8 @@ from chatkv.server import (
     ollama,
     openai,
     openai_writer,
+    own,
+    page,
     responses,
 )
 from chatkv.server.answer import Answers
@@ -29,18 +31,22 @@ from chatkv.server.listen import Listen
 from chatkv.server.metrics import Metrics
 from chatkv.server.offered import Offered
 from chatkv.server.security import Guard
+from chatkv.server.sessions import Sessions
 
 
-def application(hub: Hub, listen: Listen) -> ASGIApp:
+def application(hub: Hub, listen: Listen, own_api: own.OwnApi) -> ASGIApp:
     """Everything behind the TCP port. Raises ModelError for a model that is not there."""
     metrics = Metrics()
-    answers = Answers(hub, Offered(hub.folders, listen.models), metrics)
+    offered = Offered(hub.folders, listen.models)
+    answers = Answers(hub, offered, metrics)
     threading.Thread(target=answers.warm_up, name="warm-up", daemon=True).start()
     found: list[BaseRoute] = [
         *routes(openai.OpenAI(answers).handlers(), openai_writer.error_body),
         *routes(responses.Responses(answers).handlers(), openai_writer.error_body),
         *routes(anthropic.Anthropic(answers).handlers(), anthropic_writer.error_body),
         *routes(ollama.Ollama(answers).handlers(), ollama.error_body),
+        *Sessions(own_api, offered).routes(),
+        *page.routes(),
     ]
     found += Watch(answers, found).routes()
     on_error: dict[Any, Any] = dict.fromkeys((HTTPException, Exception), _on_error)
@@ -132,6 +138,8 @@ class Counted:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     path = request.url.path
+    if path.startswith("/sessions"):
+        return own.on_error(request, error)
     if path.startswith("/api/"):
         return error_response(error, ollama.error_body)
     is_anthropic = path.startswith("/v1/messages")

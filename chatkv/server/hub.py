@@ -20,8 +20,8 @@ from chatkv.paths import Folders
 from chatkv.runtime import Runtime
 from chatkv.server.models import Models, Progress, closed
 from chatkv.session.request import ChatRequest, Found, KVCodec, WantedDtype, find
-from chatkv_store.conversations import Conversations
-from chatkv_store.errors import StoreBusy
+from chatkv_store.conversations import Conversations, Session
+from chatkv_store.errors import SessionNotFound, StoreBusy
 
 if TYPE_CHECKING:
     from chatkv.session.conversation import Conversation
@@ -98,6 +98,19 @@ class Hub:
                 held.used_at = self._clock()
                 held.conversation.journal.refresh()
                 return held
+
+    def session(self, session_id: str) -> Session:
+        """The session with this id, whole, also where nothing was said in it yet. Raises
+        SessionNotFound."""
+        with self._lock:
+            held, unsaid = self._held.get(session_id), self._unsaid.get(session_id)
+        if held is not None:
+            return held.conversation.session
+        found = unsaid.session if unsaid is not None else None
+        found = found or self.conversations.get_session(session_id)
+        if found.id != session_id:  # a prefix, or a title
+            raise SessionNotFound(f"there is no session {session_id!r}")
+        return found
 
     @contextmanager
     def use(

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 
 from chatkv import __version__
 from chatkv.errors import UsageError
@@ -39,7 +39,6 @@ class Ollama:
 
     def handlers(self) -> dict[str, Handler]:
         return {
-            "GET /": self.root,
             "POST /api/chat": self.chat,
             "POST /api/generate": self.generate,
             "GET /api/tags": self.tags,
@@ -47,10 +46,6 @@ class Ollama:
             "POST /api/show": self.show,
             "GET /api/version": self.version,
         }
-
-    async def root(self, request: Request) -> Response:
-        """That something is here."""
-        return PlainTextResponse("chatkv is running")
 
     async def version(self, request: Request) -> Response:
         """The version of this program."""

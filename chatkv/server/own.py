@@ -10,18 +10,19 @@ POST   /sessions/ID/cancel              stop what is running
 POST   /sessions/ID/rewind              take turns back (they stay as a branch)
 POST   /sessions/ID/switch              go on from another turn of the session's tree
 POST   /sessions/ID/release             close it, so that others may write
+
+What needs no model is in `library`, and who else may ask in `sessions`.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -31,7 +32,9 @@ from starlette.routing import Route
 from chatkv import __version__
 from chatkv.engine.scheduler import Cancelled
 from chatkv.errors import ChatkvError, UsageError
+from chatkv.server.body import body_as
 from chatkv.server.hub import Held, Hub
+from chatkv.server.library import Library
 from chatkv.server.stream import Emit, events
 from chatkv.server.wire import (
     DraftRequest,
@@ -49,9 +52,7 @@ from chatkv.session.conversation import Conversation
 from chatkv.session.ready import Ready
 from chatkv.session.request import ChatRequest
 from chatkv.session.turn import Listener, TurnResult
-from chatkv_store.errors import StoreError
-
-Body = TypeVar("Body")
+from chatkv_store.errors import SessionAmbiguous, SessionNotFound, StoreError
 
 
 class OwnApi:
@@ -63,20 +64,25 @@ class OwnApi:
         self._drafts: dict[str, threading.Event] = {}
 
     def routes(self) -> list[Route]:
-        def post(path: str, handler: Callable[..., Any]) -> Route:
-            return Route(path, handler, methods=["POST"])
-
+        """All of them, for the engine's own socket."""
         return [
             Route("/status", self.status),
-            post("/stop", self.stop),
-            post("/sessions", self.open),
-            post("/sessions/{id}/turns", self.send),
-            post("/sessions/{id}/continue", self.go_on),
-            post("/sessions/{id}/draft", self.draft),
-            post("/sessions/{id}/cancel", self.cancel),
-            post("/sessions/{id}/rewind", self.rewind),
-            post("/sessions/{id}/switch", self.switch),
-            post("/sessions/{id}/release", self.release),
+            _post("/stop", self.stop),
+            _post("/sessions", self.open),
+            *self.session_routes(),
+        ]
+
+    def session_routes(self) -> list[Route]:
+        """What is asked of sessions that are there."""
+        return [
+            *Library(self.hub).routes(),
+            _post("/sessions/{id}/turns", self.send),
+            _post("/sessions/{id}/continue", self.go_on),
+            _post("/sessions/{id}/draft", self.draft),
+            _post("/sessions/{id}/cancel", self.cancel),
+            _post("/sessions/{id}/rewind", self.rewind),
+            _post("/sessions/{id}/switch", self.switch),
+            _post("/sessions/{id}/release", self.release),
         ]
 
     async def status(self, request: Request) -> Response:
@@ -85,7 +91,7 @@ class OwnApi:
         return JSONResponse(about | await run_in_threadpool(self.hub.status))
 
     async def stop(self, request: Request) -> Response:
-        wanted = await _body(request, StopRequest)
+        wanted = await body_as(request, StopRequest)
         num_unsaved = 0 if wanted.force else await run_in_threadpool(self.hub.save)
         if num_unsaved:
             raise UsageError(
@@ -96,33 +102,33 @@ class OwnApi:
         return JSONResponse({"stopping": True})
 
     async def open(self, request: Request) -> Response:
-        wanted = await _body(request, ChatRequest)
+        wanted = await body_as(request, ChatRequest)
 
         def work(emit: Emit, cancel: threading.Event) -> None:
-            def progress(stage: str, done: int, total: int) -> None:
-                emit(Event("progress", stage, done, total))
-
-            held = self.hub.open(wanted, progress)
+            held = self.hub.open(wanted, progress_to(emit))
             emit(Event("session", data=describe(held)))
 
-        return _stream(work)
+        return event_stream(work)
 
     async def send(self, request: Request) -> Response:
-        wanted, session_id = await _body(request, SendRequest), request.path_params["id"]
+        """Say something and hear the answer, as a stream of events."""
+        wanted, session_id = await body_as(request, SendRequest), request.path_params["id"]
         self._end_draft(session_id)
 
         def work(emit: Emit, cancel: threading.Event) -> None:
             with self.hub.use(session_id, cancel) as held:
                 listener = _listener(emit, cancel)
-                result = held.conversation.send(
-                    wanted.text, wanted.options, listener, wanted.system
-                )
+                with _going_back(held.conversation, wanted.num_turns):
+                    result = held.conversation.send(
+                        wanted.text, wanted.options, listener, wanted.system
+                    )
                 emit(_result(held, result))
 
-        return _stream(work)
+        return event_stream(work)
 
     async def go_on(self, request: Request) -> Response:
-        wanted, session_id = await _body(request, OptionsRequest), request.path_params["id"]
+        """Go on with the last answer, as a stream of events."""
+        wanted, session_id = await body_as(request, OptionsRequest), request.path_params["id"]
         self._end_draft(session_id)
 
         def work(emit: Emit, cancel: threading.Event) -> None:
@@ -130,11 +136,11 @@ class OwnApi:
                 result = held.conversation.resume_reply(wanted.options, _listener(emit, cancel))
                 emit(_result(held, result))
 
-        return _stream(work)
+        return event_stream(work)
 
     async def draft(self, request: Request) -> Response:
-        """The newest draft counts: one that is still being prefilled ends."""
-        wanted, session_id = await _body(request, DraftRequest), request.path_params["id"]
+        """Prefill what is being typed. The newest draft counts: one that is still running ends."""
+        wanted, session_id = await body_as(request, DraftRequest), request.path_params["id"]
         self._end_draft(session_id)
         mine = self._drafts[session_id] = threading.Event()
 
@@ -146,22 +152,27 @@ class OwnApi:
 
             ready = Ready(0)
             with suppress(Cancelled), self.hub.use(session_id, mine, is_draft=True) as held:
-                ready = make_ready(held.conversation, wanted.text, is_over, wanted.system)
+                ready = make_ready(
+                    held.conversation, wanted.text, is_over, wanted.system, progress_to(emit)
+                )
             if self._drafts.get(session_id) is mine:
                 self._drafts.pop(session_id, None)
             emit(Event("result", data=asdict(ready)))
 
-        return _stream(work)
+        return event_stream(work)
 
     async def cancel(self, request: Request) -> Response:
+        """Stop what is running in a session."""
         return JSONResponse({"cancelled": self.hub.cancel(request.path_params["id"])})
 
     async def rewind(self, request: Request) -> Response:
-        wanted = await _body(request, RewindRequest)
+        """Take turns back; they stay as a branch."""
+        wanted = await body_as(request, RewindRequest)
         return await self._change(request, lambda talk: talk.rewind(wanted.num_turns))
 
     async def switch(self, request: Request) -> Response:
-        wanted = await _body(request, SwitchRequest)
+        """Go on from another turn of the session's tree."""
+        wanted = await body_as(request, SwitchRequest)
         return await self._change(request, lambda talk: talk.switch(wanted.turn))
 
     async def _change(self, request: Request, change: Callable[[Conversation], None]) -> Response:
@@ -176,6 +187,7 @@ class OwnApi:
         return await _answer(work)
 
     async def release(self, request: Request) -> Response:
+        """Close a session, so that others may write."""
         self._end_draft(request.path_params["id"])
         await run_in_threadpool(self.hub.release, request.path_params["id"])
         return JSONResponse({"released": True})
@@ -214,6 +226,26 @@ def describe(held: Held) -> dict[str, Any]:
     }
 
 
+def _post(path: str, handler: Callable[..., Any]) -> Route:
+    return Route(path, handler, methods=["POST"])
+
+
+@contextmanager
+def _going_back(conversation: Conversation, num_turns: int | None) -> Iterator[None]:
+    """Say something from behind the first num_turns turns, None: from behind the last one. Where it
+    is refused, the conversation ends where it did."""
+    head = conversation.turns[-1].id if conversation.turns else None
+    if num_turns is not None:
+        conversation.rewind(num_turns)
+    try:
+        yield
+    except Exception:
+        if head is not None and len(conversation.turns) == num_turns:
+            with suppress(StoreError):
+                conversation.switch(head)
+        raise
+
+
 def _resident_bytes() -> int:
     """Memory that this process takes."""
     with open("/proc/self/statm") as pages:
@@ -230,43 +262,27 @@ def _result(held: Held, result: TurnResult) -> Event:
     return Event("result", data=result.to_json() | beside)
 
 
+def progress_to(emit: Emit) -> Callable[[str, int, int], None]:
+    return lambda stage, done, total: emit(Event("progress", stage, done, total))
+
+
 def _listener(emit: Emit, cancel: threading.Event) -> Listener:
     return Listener(
         lambda text: emit(Event("text", text=text)),
-        lambda stage, done, total: emit(Event("progress", stage, done, total)),
+        progress_to(emit),
         cancel.is_set,
     )
 
 
-def _stream(work: Callable[[Emit, threading.Event], None]) -> Response:
+def event_stream(work: Callable[[Emit, threading.Event], None]) -> Response:
+    """What `work` emits, one object a line."""
+
     async def lines() -> Any:
         async for event in events(work):
             yield encode(event)
 
-    return StreamingResponse(lines(), media_type="application/x-ndjson")
-
-
-async def _body(request: Request, kind: type[Body]) -> Body:
-    try:
-        given = msgspec.json.decode(await request.body() or b"{}")
-        found = msgspec.convert(given, kind)
-    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{request.url.path}: {error}") from None
-    if (unknown := _unknown_field(given, msgspec.to_builtins(found))) is not None:
-        raise UsageError(f"{request.url.path}: there is no field {unknown}")
-    return found
-
-
-def _unknown_field(given: Any, known: Any, inside: str = "") -> str | None:
-    """A name in `given` that `known`, which was made of it, lacks."""
-    if not isinstance(given, dict) or not isinstance(known, dict):
-        return None
-    for name, value in given.items():
-        if name not in known:
-            return f"{inside}{name}"
-        if (deeper := _unknown_field(value, known[name], f"{inside}{name}.")) is not None:
-            return deeper
-    return None
+    headers = {"Cache-Control": "no-store"}
+    return StreamingResponse(lines(), media_type="application/x-ndjson", headers=headers)
 
 
 async def _answer(work: Callable[[], dict[str, Any]]) -> Response:
@@ -276,7 +292,9 @@ async def _answer(work: Callable[[], dict[str, Any]]) -> Response:
 def on_error(request: Request, error: Exception) -> Response:
     """Errors before a stream: the same object as inside one."""
     status = 400
-    if isinstance(error, StoreError):
+    if isinstance(error, (SessionNotFound, SessionAmbiguous)):
+        status = 404
+    elif isinstance(error, StoreError):
         status = 409
     elif isinstance(error, HTTPException):
         status, error = error.status_code, UsageError(f"{request.url.path}: {error.detail}")

@@ -123,10 +123,10 @@ async def _serve(
         hub.cancel_all()
 
     urls = [url_of(port) for port in ports]
-    own = OwnApi(hub, stop, urls).routes()
-    apps = [Activity(Starlette(routes=own, exception_handlers=EXCEPTION_HANDLERS))]
+    own = OwnApi(hub, stop, urls)
+    apps = [Activity(Starlette(routes=own.routes(), exception_handlers=EXCEPTION_HANDLERS))]
     if listen is not None:
-        apps.append(Activity(application(hub, listen)))
+        apps.append(Activity(application(hub, listen, own)))
         on_listening(urls)
     servers = [
         Server(
@@ -148,7 +148,7 @@ async def _serve(
     try:
         sockets = [[listener], ports]
         await asyncio.gather(
-            *(server.serve(sockets=own) for server, own in zip(servers, sockets, strict=False))
+            *(server.serve(sockets=mine) for server, mine in zip(servers, sockets, strict=False))
         )
     finally:
         watch.cancel()

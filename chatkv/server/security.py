@@ -2,7 +2,8 @@
 
 First the Host, so that a page whose name was rebound to this machine reaches nothing; then the
 Origin, so that a foreign page does not either; then the token. What a client sends is bounded in
-size and time.
+size and time. Other programs that are pages on this machine may ask a model, but not for what was
+said elsewhere: conversations are for chatkv's own page, and for those that were named.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ BODY_S = 30.0
 
 # What answers whoever comes, so that it can be watched.
 _OPEN_PATHS = ("/health",)
+# The page itself is no secret; it asks for the token.
+_PAGE_PATHS = "/page/"
+_CONVERSATIONS = ("/sessions", "/cache")
 
 
 class Guard:
@@ -43,13 +47,13 @@ class Guard:
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self._access.allows_host(host):
             return await _refuse(send, 403, f"host {host[:100]!r} is not allowed", [])
-        if origin is not None and not self._access.allows_origin(origin, host):
+        if origin is not None and not self._may_ask(scope["path"], origin, host):
             return await _refuse(send, 403, f"origin {origin[:100]!r} is not allowed", [])
         cors = [] if origin is None else _cors(origin, headers)
         if origin is not None and scope["method"] == "OPTIONS":
             return await _reply(send, 204, b"", cors)
         owner = self._access.owner_of(headers)
-        if owner is None and scope["path"] not in _OPEN_PATHS:
+        if owner is None and not _is_open(scope["path"], headers):
             challenge = [(b"www-authenticate", b"Bearer")]
             return await _refuse(send, 401, "a valid token is needed", cors + challenge)
         scope["chatkv.owner"] = owner or ""
@@ -75,6 +79,11 @@ class Guard:
 
         await self._app(scope, replay, with_cors)
 
+    def _may_ask(self, path: str, origin: str, host: str) -> bool:
+        if path.startswith(_CONVERSATIONS):
+            return self._access.trusts_origin(origin, host)
+        return self._access.allows_origin(origin, host)
+
     async def _body(self, receive: Receive, headers: Mapping[str, str]) -> bytes | None:
         """The whole body; None where the client left. Raises BodyTooLarge and TimeoutError."""
         length = headers.get("content-length", "0")
@@ -91,6 +100,12 @@ class Guard:
                     raise BodyTooLarge
                 if not message.get("more_body", False):
                     return bytes(body)
+
+
+def _is_open(path: str, headers: Mapping[str, str]) -> bool:
+    if path == "/":
+        return "text/html" in headers.get("accept", "")
+    return path in _OPEN_PATHS or path.startswith(_PAGE_PATHS)
 
 
 class BodyTooLarge(Exception):

@@ -19,11 +19,13 @@ ALIVE_S = 0.2
 
 
 class SendRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """One turn: what is said, and how it is to be answered."""
+    """One turn: what is said, and how it is to be answered. `num_turns`: behind the first so many
+    turns, which takes the others back (to edit, or to have another answer)."""
 
     text: str
     system: str | None = None
     options: TurnOptions = msgspec.field(default_factory=TurnOptions)
+    num_turns: int | None = None
 
 
 class OptionsRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -49,6 +51,27 @@ class SwitchRequest(msgspec.Struct, forbid_unknown_fields=True):
     """Go on from behind another turn of the session's tree; `turn` is its id."""
 
     turn: str
+
+
+class OpenRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """A new session with one of the models that are offered, "" the default; or `session`, an id,
+    "" with the model that it was held with last."""
+
+    model: str = ""
+    session: str | None = None
+    seed: int | None = None
+
+
+class RenameRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Another title."""
+
+    title: str
+
+
+class ForkRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Keep the first `at` turns, None: all."""
+
+    at: int | None = None
 
 
 class StopRequest(msgspec.Struct, forbid_unknown_fields=True):

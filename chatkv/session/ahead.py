@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from chatkv.engine.scheduler import Cancelled
@@ -15,6 +16,8 @@ from chatkv.session.ready import Ready
 
 if TYPE_CHECKING:
     from chatkv.session.conversation import Conversation
+
+Progress = Callable[[str, int, int], None]
 
 # The end of a draft is not settled: the next letter may change how its last word is cut into
 # tokens. Four tokens are more than a word.
@@ -42,14 +45,20 @@ def make_ready(
     draft: str = "",
     cancelled: Callable[[], bool] = lambda: False,
     system: str | None = None,
+    on_progress: Progress = lambda stage, done, total: None,
 ) -> Ready:
-    """The same, telling where the KV came from and what that took."""
+    """The same, telling where the KV came from and what that took. on_progress hears what a turn's
+    listener would: "restore" and "prefill", done, of all."""
     with conversation.model.engine.memory.use(conversation.sequence):
-        return _prefill(conversation, draft, cancelled, system)
+        return _prefill(conversation, draft, cancelled, system, on_progress)
 
 
 def _prefill(
-    conversation: Conversation, draft: str, cancelled: Callable[[], bool], system: str | None
+    conversation: Conversation,
+    draft: str,
+    cancelled: Callable[[], bool],
+    system: str | None,
+    on_progress: Progress,
 ) -> Ready:
     began = time.perf_counter()
     ids = [*conversation.log, *_settled(conversation, draft, system)]
@@ -59,9 +68,11 @@ def _prefill(
     if sequence.common_prefix(ids) == len(ids):
         return Ready(len(ids), reused=len(ids))
     planned = restorer.plan(sequence, ids, conversation.num_computed)
-    restored = restorer.restore(sequence, planned)
+    restored = restorer.restore(sequence, planned, partial(on_progress, "restore"))
+    prefilled = partial(on_progress, "prefill")
+    prefilled(restored.reused + restored.num_loaded, len(ids))
     try:
-        conversation.model.engine.prefill(sequence, None, cancelled, restored.arriving)
+        conversation.model.engine.prefill(sequence, prefilled, cancelled, restored.arriving)
     except Cancelled:
         pass
     finally:
