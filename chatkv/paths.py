@@ -54,6 +54,11 @@ class Folders:
         """What the engine's process has to say."""
         return self.runtime / "engine.log"
 
+    @property
+    def settings(self) -> Path:
+        """The user's own settings."""
+        return self.config / "config.toml"
+
     def make(self) -> Folders:
         """Create the folders, readable by their owner alone; returns self."""
         for folder in (self.data, self.cache, self.config, self.runtime):

@@ -46,9 +46,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"chatkv.session", "chatkv.runtime"},
     "chatkv.client": {"chatkv_store", "chatkv.model", "chatkv.session", "chatkv.runtime"}
     | {"chatkv.server"},
-    "chatkv.tui": {"chatkv_store", "chatkv.engine", "chatkv.session", "chatkv.client"},
-    "chatkv.cli": {"chatkv_store", "chatkv.engine", "chatkv.restore", "chatkv.session"}
-    | {"chatkv.runtime", "chatkv.server", "chatkv.client", "chatkv.tui"},
+    "chatkv.formats": {"chatkv_store"},
+    "chatkv.tui": {"chatkv_store", "chatkv.formats", "chatkv.engine", "chatkv.session", "chatkv.client"},
+    "chatkv.settings": {"chatkv_store", "chatkv.engine", "chatkv.session"},
+    "chatkv.cli": {"chatkv_store", "chatkv.model", "chatkv.engine", "chatkv.restore"}
+    | {"chatkv.session", "chatkv.runtime", "chatkv.server", "chatkv.client", "chatkv.tui"}
+    | {"chatkv.settings", "chatkv.formats"},
     "chatkv.__main__": {"chatkv.cli"},
 }
 THIRD_PARTY = {  # where a part is held to less than the project's dependencies

@@ -6,13 +6,14 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from chatkv.cli.device import device_option
+from chatkv.cli.options import setting_option, values_in_force
 from chatkv.cli.output import printable
-from chatkv.client import ChatRequest, KVCodec
+from chatkv.client import ChatRequest
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -35,49 +36,13 @@ def chat_options(command: Command) -> Command:
             metavar="SESSION",
             help="Go on with a session: its id, the start of it (4+), or its title.",
         ),
-        click.option(
-            "-m",
-            "--model",
-            metavar="MODEL",
-            help="A checkpoint's folder, a .gguf file or a hub id [default: SmolLM2-135M].",
-        ),
-        click.option("--system", metavar="TEXT", help="System prompt of a new session."),
-        click.option(
-            "--max-tokens",
-            type=click.IntRange(min=1),
-            default=1024,
-            show_default=True,
-            metavar="N",
-            help="Longest answer.",
-        ),
-        click.option(
-            "--temperature",
-            type=float,
-            default=0.7,
-            show_default=True,
-            help="0 always takes the likeliest token.",
-        ),
-        click.option(
-            "--top-p",
-            type=float,
-            default=0.95,
-            show_default=True,
-            help="Sample from the likeliest tokens of this mass.",
-        ),
-        click.option(
-            "--top-k",
-            type=int,
-            default=0,
-            show_default=True,
-            help="Sample from this many tokens, 0 for all.",
-        ),
-        click.option(
-            "--min-p",
-            type=float,
-            default=0.05,
-            show_default=True,
-            help="Drop tokens below this share of the likeliest.",
-        ),
+        setting_option("model", "-m", is_remembered=True),
+        setting_option("system"),
+        setting_option("max-tokens"),
+        setting_option("temperature"),
+        setting_option("top-p"),
+        setting_option("top-k"),
+        setting_option("min-p"),
         click.option(
             "--seed", type=click.IntRange(min=0, max=2**64 - 1), help="Make sampling repeatable."
         ),
@@ -87,37 +52,12 @@ def chat_options(command: Command) -> Command:
             metavar="TEXT",
             help="End the answer before this text; can be given again.",
         ),
-        click.option(
-            "--dtype",
-            type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
-            help="Compute in this dtype [default: the session's own, else what this "
-            "machine runs faster].",
-        ),
+        setting_option("dtype", is_remembered=True),
         device_option,
-        click.option(
-            "--kv-codec",
-            type=click.Choice(get_args(KVCodec)),
-            help="How the session's KV is stored; int8, fp8 and int4 are smaller and change it "
-            "[default: lossless].",
-        ),
-        click.option(
-            "--restore",
-            type=click.Choice(["auto", "reload", "re-prefill", "both"]),
-            default="auto",
-            show_default=True,
-            help="How history gets back into memory.",
-        ),
-        click.option(
-            "--overflow",
-            type=click.Choice(["refuse", "shift", "recompute"]),
-            default="refuse",
-            show_default=True,
-            help="When the context is full: refuse, or let oldest turns leave and keep the rest "
-            "roughly (shift) or compute it again.",
-        ),
-        click.option(
-            "--exact", is_flag=True, help="Never recompute history, which may round differently."
-        ),
+        setting_option("kv-codec", is_remembered=True),
+        setting_option("restore"),
+        setting_option("overflow"),
+        setting_option("exact"),
     ]
     for option in reversed(options):
         command = option(command)
@@ -125,9 +65,25 @@ def chat_options(command: Command) -> Command:
 
 
 def chat_request(arguments: dict[str, Any]) -> ChatRequest:
-    """The options of `chat_options` that say what is talked to."""
+    """The options of `chat_options` that say what is talked to. A conversation goes on with what
+    it remembers; what the settings say of that begins new ones."""
     names = ("model", "dtype", "resume", "resume_last", "system", "seed", "kv_codec")
-    return ChatRequest(**{name: arguments[name] for name in names})
+    request = ChatRequest(**{name: arguments[name] for name in names})
+    if request.resume is not None or request.resume_last:
+        return request
+    return new_request(arguments)
+
+
+def new_request(arguments: dict[str, Any]) -> ChatRequest:
+    """What a conversation begins with that is not `--resume`d: options above settings."""
+    found = {
+        value.setting.parameter: value.value
+        for value in values_in_force().values()
+        if value.setting.is_remembered and value.source != "default"
+    }
+    names = ("model", "dtype", "system", "kv_codec")
+    given = {name: arguments[name] for name in names if arguments[name] is not None}
+    return ChatRequest(**found | given, seed=arguments["seed"])
 
 
 def sampling_options(arguments: dict[str, Any]) -> SamplingOptions:

@@ -57,9 +57,9 @@ def ask(question: str | None, as_json: bool, **arguments: Any) -> None:
             if text is None:
                 assert piped is not None
                 status.show("reading")
-                text = _text(question, _listen(chat, question, piped, arguments["system"]))
+                text = _text(question, _listen(chat, question, piped, request.system))
                 status.clear()
-            result = _answer(chat, text, options, arguments["system"], as_json, status, interrupt)
+            result = _answer(chat, text, options, request.system, as_json, status, interrupt)
             for notice in result.notices:
                 say(f"chatkv: {notice}")
             if as_json:

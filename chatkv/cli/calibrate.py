@@ -9,6 +9,7 @@ import click
 
 from chatkv.cli.answer import Status
 from chatkv.cli.device import device_option
+from chatkv.cli.options import setting_option
 from chatkv.cli.output import Output, output_options
 from chatkv.cli.table import Column
 from chatkv.paths import folders
@@ -21,13 +22,8 @@ _TOKENS = 4096  # whose loading and computing is shown
 
 
 @click.command()
-@click.option("-m", "--model", metavar="MODEL", help="Another model than the embedded one.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
-    default="auto",
-    show_default=True,
-)
+@setting_option("model", "-m")
+@setting_option("dtype")
 @device_option
 @click.option("--show", is_flag=True, help="Show what is known, measure nothing.")
 @output_options

@@ -8,14 +8,19 @@ from typing import Any
 import click
 
 from chatkv.cli import full_screen
-from chatkv.cli.answer import chat_options, chat_request, sampling_options, turn_options
+from chatkv.cli.answer import (
+    chat_options,
+    chat_request,
+    new_request,
+    sampling_options,
+    turn_options,
+)
+from chatkv.cli.options import setting_option, values_in_force
 from chatkv.cli.stores import complete_session
 from chatkv.client import ChatRequest, resolved
 from chatkv.paths import folders
 
-PLAIN = click.option(
-    "--plain", is_flag=True, help="Line by line: append-only, for any terminal or screen reader."
-)
+PLAIN = setting_option("plain")
 
 
 @click.command()
@@ -53,7 +58,12 @@ def _chat(arguments: dict[str, Any]) -> None:
     request = chat_request(arguments)
     if not arguments["plain"] and full_screen.is_possible():
         sampling_options(arguments)  # nonsense is refused before anything is shown
-        left = full_screen.show(resolved(folders(), request), partial(turn_options, arguments))
+        left = full_screen.show(
+            resolved(folders(), request),
+            new_request(arguments),
+            partial(turn_options, arguments),
+            values_in_force(),
+        )
         if not left.goes_on_plain:
             return
         request = ChatRequest(resume=left.session) if left.session else request

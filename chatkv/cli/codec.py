@@ -8,6 +8,7 @@ from typing import Any, Literal
 import click
 
 from chatkv.cli.answer import Status
+from chatkv.cli.options import setting_option
 from chatkv.cli.output import Output, output_options
 from chatkv.cli.table import Column
 from chatkv.errors import UsageError
@@ -20,18 +21,8 @@ def codec() -> None:
 
 
 @codec.command()
-@click.option(
-    "-m",
-    "--model",
-    metavar="MODEL",
-    help="A checkpoint's folder, a .gguf file or a hub id [default: SmolLM2-135M].",
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
-    default="auto",
-    help="Compute in this dtype [default: what this machine runs faster].",
-)
+@setting_option("model", "-m")
+@setting_option("dtype")
 @click.option(
     "--text",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),

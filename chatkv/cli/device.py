@@ -8,17 +8,15 @@ from typing import Any, TypeVar
 
 import click
 
+from chatkv.cli.options import setting_option
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def device_option(command: Command) -> Command:
     """Adds --device, which CHATKV_DEVICE carries on to whoever loads a model."""
-    option = click.option(
-        "--device",
-        type=click.Choice(["auto", "cpu", "cuda"]),
-        expose_value=False,
-        callback=_remember,
-        help="Where to compute, unless an engine runs already [default: a GPU where there is one].",
+    option = setting_option(
+        "device", expose_value=False, callback=_remember, default=None, show_default="auto"
     )
     return option(command)
 

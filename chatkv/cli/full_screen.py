@@ -16,6 +16,7 @@ from chatkv.paths import folders
 
 if TYPE_CHECKING:
     from chatkv.session.turn import TurnOptions
+    from chatkv.settings.read import Values
     from chatkv.tui.start import Left
 
 
@@ -32,9 +33,15 @@ def is_read_aloud() -> bool:
     return os.environ.get("CHATKV_A11Y", "") not in ("", "0")
 
 
-def show(request: ChatRequest, options: Callable[[], TurnOptions]) -> Left:
-    """Chat until the user leaves."""
+def show(
+    request: ChatRequest,
+    new_request: ChatRequest,
+    options: Callable[[], TurnOptions],
+    settings: Values,
+) -> Left:
+    """Chat until the user leaves. new_request: what later conversations begin with."""
     gc.disable()  # collecting while all of Textual is imported took a tenth of the start
+    from chatkv.cli.look import keymap, theme
     from chatkv.tui.app import ChatApp
     from chatkv.tui.library import Library
     from chatkv.tui.start import Left, Start
@@ -48,6 +55,9 @@ def show(request: ChatRequest, options: Callable[[], TurnOptions]) -> Left:
         _explained,
         _coverage,
         copy_to=place.runtime / "copied.txt",
+        keymap=keymap(settings),
+        theme=theme(settings),
+        new_request=new_request,
     )
     app = ChatApp(start)
     try:

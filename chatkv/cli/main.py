@@ -21,6 +21,7 @@ import click
 from chatkv import __version__
 from chatkv.cli.lazy import LazyGroup
 from chatkv.errors import ChatkvError
+from chatkv.paths import folders
 
 # name -> (where it is, what it does). Help and completion of names need no import of these.
 COMMANDS = {
@@ -36,7 +37,11 @@ COMMANDS = {
     "calibrate": ("chatkv.cli.calibrate:calibrate", "Measure what loading and computing cost."),
     "encrypt": ("chatkv.cli.encrypt:encrypt", "Keep the KV cache encrypted, or no longer."),
     "cache": ("chatkv.cli.cache:cache", "Look into the KV cache and check it."),
+    "config": ("chatkv.cli.config:config", "Show and change settings."),
 }
+
+# What has to work where a setting makes no sense, or needs none.
+WITHOUT_SETTINGS = {"config", "doctor", "completion", "status", "stop"}
 
 
 @click.group(
@@ -45,8 +50,23 @@ COMMANDS = {
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(__version__, prog_name="chatkv", message="%(prog)s %(version)s")
-def cli() -> None:
+@click.pass_context
+def cli(context: click.Context) -> None:
     """Chat with a language model; close it, come back days later, go on at once."""
+    if context.invoked_subcommand not in WITHOUT_SETTINGS:
+        _take_settings(context)
+
+
+def _take_settings(context: click.Context) -> None:
+    """Make what the file and the environment say the defaults of the command that is called."""
+    path = folders().settings
+    if not path.exists() and not any(name.startswith("CHATKV_") for name in os.environ):
+        return  # sooner than to find it out from what is not there
+    from chatkv.settings.read import carry, defaults, read
+
+    values = read(path, os.environ)
+    carry(values, os.environ)
+    context.obj, context.default_map = values, defaults(values)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

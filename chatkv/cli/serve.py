@@ -9,16 +9,17 @@ from typing import Any
 import click
 
 from chatkv.cli.device import device_option
+from chatkv.cli.options import setting_option, values_in_force
 from chatkv.cli.output import Output, count, output_options, size
 from chatkv.errors import UsageError
 from chatkv.paths import Folders, folders
 
 
 @click.command()
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-@click.option("--port", default=11535, show_default=True, type=click.IntRange(0, 65535))
+@setting_option("serve.host")
+@setting_option("serve.port")
 @device_option
-@click.option("-m", "--model", "models", multiple=True, help="Offer this model; may be repeated.")
+@setting_option("serve.models", "-m", multiple=True, metavar="MODEL")
 @click.option(
     "--token",
     "tokens",
@@ -27,18 +28,16 @@ from chatkv.paths import Folders, folders
     show_envvar=True,
     help="Ask clients for this token; each one's sessions are its own.",
 )
-@click.option(
-    "--allowed-hosts", metavar="NAMES", default="", help="Names of this machine, by comma."
-)
-@click.option("--allowed-origins", metavar="URLS", default="", help="Pages that may ask, by comma.")
+@setting_option("serve.allowed-hosts", metavar="NAMES")
+@setting_option("serve.allowed-origins", metavar="URLS")
 @click.option("--socket-only", is_flag=True, help="Serve chatkv's own programs, and no others.")
 def serve(
     host: str,
     port: int,
     models: tuple[str, ...],
     tokens: tuple[str, ...],
-    allowed_hosts: str,
-    allowed_origins: str,
+    allowed_hosts: str | None,
+    allowed_origins: str | None,
     socket_only: bool,
 ) -> None:
     """Serve other programs' clients, which speak OpenAI's, Ollama's or Anthropic's API.
@@ -57,8 +56,9 @@ def serve(
     from chatkv.server.listen import Access, Listen
 
     # As lists of names, separated by commas.
-    access = Access(_filled(tokens), _listed(allowed_hosts.lower()), _listed(allowed_origins))
-    listen = Listen(host, port, access, models or (None,))
+    hosts, origins = _listed((allowed_hosts or "").lower()), _listed(allowed_origins or "")
+    access = Access(_filled(tokens), hosts, origins)
+    listen = Listen(host, port, access, models or (values_in_force()["model"].value,))
     while True:
         _make_way(place)
         if run(place, listen=listen, on_listening=_say_where):

@@ -40,6 +40,8 @@ class ChatApp(App[Left]):
         self._interrupted_at = -TWICE_S
         if start.keymap:
             self.set_keymap(keys.check(start.keymap))
+        if start.theme is not None:
+            self.theme = start.theme
 
     def on_mount(self) -> None:
         self.set_timer(SETTLED_S, self._dress)

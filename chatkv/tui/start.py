@@ -25,7 +25,8 @@ def default_options() -> TurnOptions:
 @dataclass(frozen=True)
 class Start:
     """`explain` and `coverage` tell of a session's turn, and of what is stored of a session, in
-    lines; `copy_to` is where a copy goes that no clipboard takes."""
+    lines; `copy_to` is where a copy goes that no clipboard takes. `new_request` is what later
+    conversations begin with."""
 
     connect: Connect
     library: Library
@@ -35,6 +36,8 @@ class Start:
     coverage: Callable[[str], list[str]] = lambda session: []
     copy_to: Path = Path("copied.txt")
     keymap: Mapping[str, str] = field(default_factory=dict)
+    theme: str | None = None
+    new_request: ChatRequest = field(default_factory=ChatRequest)
 
 
 @dataclass(frozen=True)

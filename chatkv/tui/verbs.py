@@ -30,7 +30,7 @@ class Verbs(Talk):
     async def _new(self, argument: str) -> None:
         self._must_be_idle()
         self.system = argument or self.system
-        await self._open(ChatRequest(model=self._start.request.model))
+        await self._open(replace(self._start.new_request, seed=None))
 
     async def _resume(self, argument: str) -> None:
         self._must_be_idle()

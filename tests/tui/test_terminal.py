@@ -28,7 +28,7 @@ class Terminal:
 
     def start(self, *arguments: str, **variables: str) -> None:
         """Run the program; what it prints after it has ended stays to be seen."""
-        words = environment(TERM="xterm-256color", CHATKV_ENGINE="start", **variables)
+        words = environment(TERM="xterm-256color", CHATKV_ENGINE="on", **variables)
         given = [word for name, value in words.items() for word in ("-e", f"{name}={value}")]
         size = ["-x", str(WIDTH), "-y", str(HEIGHT)]
         self._run("new-session", "-d", *size, *given, *command(*arguments), ";", *_KEEP)
