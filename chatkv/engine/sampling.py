@@ -13,30 +13,58 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from chatkv.engine.drafts import Drawn, draw, verified
 from chatkv.engine.options import SamplingOptions
+from chatkv.model.grammar import GrammarState
 
 # Tokens examined first when top-p or min-p cut the tail: sorting a whole vocabulary of 50-150k
 # costs milliseconds a token. Where these do not hold the wanted mass, everything is sorted.
 HEAD_TOKENS = 512
+# What the numbers of a draw are for. A token takes one draw, drafted or not.
+_TO_PICK, _TO_ACCEPT, _TO_PROPOSE = range(3)
 
 
 @dataclass
 class Sampler:
-    """Draws tokens; `draws` counts the random numbers used since the seed was set."""
+    """Draws tokens; `draws` counts the random numbers used since the seed was set. `grammar`: what
+    they must add up to."""
 
     options: SamplingOptions
     seed: int
     draws: int = 0
+    grammar: GrammarState | None = None
 
-    def pick(self, logits: Tensor) -> int:
-        """One token id from logits [vocab_size] in float32."""
+    def pick(self, logits: Tensor, drawn: Drawn | None = None) -> int:
+        """One token id from logits [vocab_size] in float32. What the grammar forbids is as if the
+        model knew it not, before anything else is made of the logits. `drawn`: what a draft guesses,
+        to be accepted or replaced, with the same outcome on the whole."""
+        if self.grammar is None:
+            return self._draw(logits, drawn)
+        token = self._draw(self.grammar.masked(logits), drawn)
+        self.grammar.accept(token)
+        return token
+
+    def propose(self, logits: Tensor, ahead: int) -> Drawn:
+        """A guess at the token after the next `ahead` ones, from the logits of somebody who drafts.
+        Draws nothing that is counted."""
+        if self.options.temperature == 0:
+            token = logits.argmax()
+            return Drawn(int(token), (token[None], torch.ones(1, dtype=torch.float64)))
+        ids, probabilities = self.distribution(logits)
+        number = self._numbers(self.draws + ahead)[_TO_PROPOSE]
+        token_id = draw(ids, probabilities, number)
+        return Drawn(token_id, (ids, probabilities / probabilities.sum()))
+
+    def _draw(self, logits: Tensor, drawn: Drawn | None = None) -> int:
         if self.options.temperature == 0:
             return int(logits.argmax())
+        numbers = self._numbers(self.draws)
+        self.draws += 1
         ids, probabilities = self.distribution(logits)
-        cumulative = probabilities.cumsum(0)
-        target = self._uniform() * float(cumulative[-1])
-        index = int(torch.searchsorted(cumulative, target, right=True))
-        return int(ids[min(index, len(ids) - 1)])
+        if drawn is not None:
+            accept, redraw = numbers[_TO_ACCEPT], numbers[_TO_PICK]
+            return verified((ids, probabilities), drawn, accept, redraw)
+        return draw(ids, probabilities, numbers[_TO_PICK])
 
     def distribution(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Token ids and their probabilities (float64, most likely first, not renormalised after
@@ -61,17 +89,18 @@ class Sampler:
 
     def _kept(self, probabilities: Tensor) -> int:
         """How many of the descending probabilities pass top-p (the smallest set that holds the
-        mass) and min-p (relative to the most likely token); at least one."""
-        kept = probabilities.shape[0]
+        mass) and min-p (relative to the most likely token); at least one, and none that cannot
+        be."""
+        kept = int((probabilities > 0).sum())
         if self.options.top_p < 1:
             before = probabilities.cumsum(0) - probabilities
-            kept = int((before < self.options.top_p).sum())
+            kept = min(kept, int((before < self.options.top_p).sum()))
         if self.options.min_p > 0:
             floor = probabilities[0] * self.options.min_p
             kept = min(kept, int((probabilities >= floor).sum()))
         return max(kept, 1)
 
-    def _uniform(self) -> float:
-        generator = np.random.Generator(np.random.Philox(key=self.seed, counter=self.draws))
-        self.draws += 1
-        return float(generator.random())
+    def _numbers(self, draw_number: int) -> list[float]:
+        """Of one draw, from [0, 1): all of one block of the generator, so no draw shares any."""
+        generator = np.random.Generator(np.random.Philox(key=self.seed, counter=draw_number))
+        return generator.random(3).tolist()

@@ -174,6 +174,15 @@ class Tokenizer:
         """A decoder that takes one id at a time; its pieces add up to `decode` of them all."""
         return TextStream(self._detokenizer, skip_special)
 
+    @property
+    def num_ids(self) -> int:
+        """Every id is below this."""
+        return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    def bytes_of(self, id: int) -> bytes:
+        """The bytes that `id` adds to a text."""
+        return self._detokenizer.token_bytes(id)
+
     @cached_property
     def _detokenizer(self) -> Detokenizer:
         return Detokenizer(

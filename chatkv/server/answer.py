@@ -22,8 +22,10 @@ from chatkv.server.hub import Hub
 from chatkv.server.matching import Matching, Place, said_as_text
 from chatkv.server.metrics import Metrics
 from chatkv.server.offered import Offered
+from chatkv.server.parts import opens_thoughts
 from chatkv.server.stream import Emit
 from chatkv.server.wire import Event
+from chatkv.session.generation import ModelParts
 from chatkv.session.scratch import answer_once, go_on
 from chatkv.session.turn import Listener, TurnResult
 
@@ -45,6 +47,7 @@ class Answers:
         if asked.tools and "tools" not in (runtime.prepared.template or ""):
             name = runtime.prepared.name
             raise UsageError(f"{name} knows no tools: its chat template leaves them out")
+        asked = _formed(asked, runtime.scratch_parts(asked.owner))
         if asked.prompt is not None or asked.is_scratch:
             emit(Event("session", data={"session": "", "model": runtime.prepared.name}))
             first = self._scratch(runtime, asked, emit, cancel, 0)
@@ -122,6 +125,14 @@ class Answers:
             choice.result = answer_once(parts, asked.messages, options, listener)
         choice.finish()
         return choice
+
+
+def _formed(asked: Asked, parts: ModelParts) -> Asked:
+    """`asked` with the grammar of its form, which is tried before anything is changed."""
+    is_thinking = asked.prompt is None and opens_thoughts(parts.template)
+    options = replace(asked.options, grammar=asked.form.grammar(is_thinking))
+    parts.grammar(options)
+    return replace(asked, options=options)
 
 
 def _result(choices: list[Choice], about: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -13,6 +14,7 @@ from chatkv.server.answer import Answers
 from chatkv.server.anthropic_writer import Writer, error_body
 from chatkv.server.asked import Asked, content_of, flag, listed, options_of, text, whole
 from chatkv.server.carriers import carriers_of, is_scratch, owner_of
+from chatkv.server.form import Form, calls_in, schema_in
 from chatkv.server.http import (
     Handler,
     body_of,
@@ -63,17 +65,29 @@ def _asked(request: Request, body: dict[str, Any]) -> Asked:
     messages = (*_system(body.get("system")), *_messages(body.get("messages")))
     scratch = is_scratch(request, body, messages)
     choice = body.get("tool_choice")
-    wants_tools = not (isinstance(choice, dict) and choice.get("type") == "none")
+    choice = choice if isinstance(choice, dict) else {}
+    tools = _tools(body.get("tools")) if choice.get("type") != "none" else ()
     return Asked(
         text(body, "model", ""),
         messages,
         options=options_of(body, limit, body.get("stop_sequences"), is_background=scratch),
-        tools=_tools(body.get("tools")) if wants_tools else (),
+        tools=tools,
+        form=_form(body, choice, tools),
         carriers=carriers_of(request, body),
         is_scratch=scratch,
         is_streamed=flag(body, "stream"),
         owner=owner_of(request),
     )
+
+
+def _form(body: dict[str, Any], choice: dict[str, Any], tools: Sequence[dict[str, Any]]) -> Form:
+    config = body.get("output_config")
+    wanted = config.get("format") if isinstance(config, dict) else body.get("output_format")
+    must: str | bool = choice.get("type") == "any"
+    if choice.get("type") == "tool":
+        must = text(choice, "name")
+    is_one = flag(choice, "disable_parallel_tool_use")
+    return Form(schema_in(wanted, "output_config.format"), calls_in(tools, must, is_one))
 
 
 def _system(system: Any) -> list[Message]:
@@ -133,5 +147,7 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
             "description": str(tool.get("description", "")),
             "parameters": tool.get("input_schema", {}),
         }
+        if tool.get("strict") is True:
+            function["strict"] = True
         found.append({"type": "function", "function": function})
     return tuple(found)

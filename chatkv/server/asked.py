@@ -14,6 +14,7 @@ from typing import Any
 
 from chatkv.engine.options import SamplingOptions
 from chatkv.errors import UsageError
+from chatkv.server.form import TEXT, Form
 from chatkv.session.messages import Message
 from chatkv.session.turn import TurnOptions
 
@@ -53,6 +54,7 @@ class Asked:
     prompt: str | None = None
     options: TurnOptions = field(default_factory=TurnOptions)
     tools: tuple[dict[str, Any], ...] = ()
+    form: Form = TEXT
     carriers: Carriers = Carriers()
     is_scratch: bool = False
     is_streamed: bool = False

@@ -70,8 +70,11 @@ class Writer(Protocol):
     """Writes one answer in a dialect, as a stream or whole. `write` gives the bytes of an event,
     b"" for none; `alive` those that break a silence."""
 
-    media_type: str
-    alive: bytes
+    @property
+    def media_type(self) -> str: ...
+
+    @property
+    def alive(self) -> bytes: ...
 
     def write(self, event: Event) -> bytes: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,6 +16,7 @@ from chatkv.errors import UsageError
 from chatkv.server.answer import Answers, dumps
 from chatkv.server.asked import Asked, flag, messages_of, options_of, text, tools_of, whole
 from chatkv.server.carriers import carriers_of, is_scratch, owner_of
+from chatkv.server.form import Form, Schema, calls_in, schema_in
 from chatkv.server.http import (
     Handler,
     Problem,
@@ -59,11 +61,13 @@ class Ollama:
             return await self._load(name, {"message": {"role": "assistant", "content": ""}})
         messages = messages_of(body["messages"])
         scratch = is_scratch(request, body, messages)
+        tools = tools_of(body.get("tools"))
         asked = Asked(
             name,
             messages,
             options=_options(body, scratch),
-            tools=tools_of(body.get("tools")),
+            tools=tools,
+            form=Form(_format(body), calls_in(tools)),
             carriers=carriers_of(request, body),
             is_scratch=scratch,
             is_streamed=flag(body, "stream", True),
@@ -86,6 +90,7 @@ class Ollama:
             () if is_raw else tuple(said),
             prompt if is_raw else None,
             _options(body, is_background=True),
+            form=Form(_format(body)),
             is_scratch=True,
             is_streamed=flag(body, "stream", True),
             owner=owner_of(request),
@@ -156,8 +161,6 @@ def _options(body: dict[str, Any], is_background: bool) -> Any:
     given = body.get("options") or {}
     if not isinstance(given, dict):
         raise UsageError("options must be an object")
-    if body.get("format") not in (None, ""):
-        raise UsageError("format is not supported: answers are text")
     limit = whole(given, "num_predict", None)
     limit = None if limit is not None and limit < 0 else limit
     return options_of(given, limit, given.get("stop"), is_background)
@@ -166,11 +169,16 @@ def _options(body: dict[str, Any], is_background: bool) -> Any:
 class Writer:
     """Lines of JSON; the last one says `done`."""
 
-    media_type, alive = "application/x-ndjson", b""
+    media_type = "application/x-ndjson"
 
     def __init__(self, name: str, is_chat: bool) -> None:
         self._name, self._is_chat = name, is_chat
         self._began = time.perf_counter()
+
+    @property
+    def alive(self) -> bytes:
+        """Clients read every line as an answer's piece: this one adds nothing."""
+        return self._line(self._said("", "", []), done=False)
 
     def write(self, event: Event) -> bytes:
         if event.event == "text":
@@ -221,10 +229,19 @@ class Writer:
         return dumps({**self._same(), **what, "done": done}).encode() + b"\n"
 
 
+def _format(body: dict[str, Any]) -> Schema | None:
+    """`format`: "json", or a JSON schema itself."""
+    wanted = body.get("format")
+    return (wanted or None) if isinstance(wanted, dict) else schema_in(wanted, "format")
+
+
 def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call, with its arguments as an object."""
+    """A tool call, with its arguments as an object where they are one."""
     function = call["function"]
-    return {"function": {"name": function["name"], "arguments": json.loads(function["arguments"])}}
+    arguments: Any = function["arguments"]
+    with suppress(ValueError, RecursionError):
+        arguments = json.loads(arguments)
+    return {"function": {"name": function["name"], "arguments": arguments}}
 
 
 def _tag(found: OfferedModel, loaded: dict[str, Any] | None) -> dict[str, Any]:

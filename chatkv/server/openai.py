@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -21,6 +22,7 @@ from chatkv.server.asked import (
     whole,
 )
 from chatkv.server.carriers import carriers_of, is_scratch, owner_of
+from chatkv.server.form import Form, calls_in, schema_in
 from chatkv.server.http import (
     Handler,
     body_of,
@@ -66,6 +68,7 @@ class OpenAI:
             text(body, "model", ""),
             prompt=prompt,
             options=options_of(body, limit, body.get("stop"), is_background=True),
+            form=Form(schema_in(body.get("response_format"))),
             is_scratch=True,
             is_streamed=flag(body, "stream"),
             num_choices=num_choices(body),
@@ -104,9 +107,8 @@ class OpenAI:
 
 def chat_asked(request: Request, body: dict[str, Any]) -> Asked:
     """A chat completion's request."""
-    refuse_formats(body.get("response_format"))
     messages = messages_of(body.get("messages"))
-    wants_tools = body.get("tool_choice") != "none"
+    tools = tools_of(body.get("tools")) if body.get("tool_choice") != "none" else ()
     scratch = is_scratch(request, body, messages)
     limit = whole(body, "max_completion_tokens", None) or whole(body, "max_tokens", None)
     num_logprobs = None
@@ -118,7 +120,8 @@ def chat_asked(request: Request, body: dict[str, Any]) -> Asked:
         text(body, "model", ""),
         messages,
         options=options_of(body, limit, body.get("stop"), is_background=scratch),
-        tools=tools_of(body.get("tools")) if wants_tools else (),
+        tools=tools,
+        form=form_of(body, body.get("response_format"), tools),
         carriers=carriers_of(request, body),
         is_scratch=scratch,
         is_streamed=flag(body, "stream"),
@@ -128,10 +131,14 @@ def chat_asked(request: Request, body: dict[str, Any]) -> Asked:
     )
 
 
-def refuse_formats(wanted: Any) -> None:
-    kind = wanted.get("type", "text") if isinstance(wanted, dict) else wanted
-    if kind not in (None, "text", ""):
-        raise UsageError(f"response_format {kind!r} is not supported: answers are text")
+def form_of(body: dict[str, Any], wanted: Any, tools: Sequence[dict[str, Any]]) -> Form:
+    """The form of an answer: `wanted` of its text, `tool_choice` and strict tools of its calls."""
+    choice = body.get("tool_choice")
+    must: str | bool = choice == "required"
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        must = text(choice.get("function", choice), "name")
+    is_one = not flag(body, "parallel_tool_calls", True)
+    return Form(schema_in(wanted), calls_in(tools, must, is_one))
 
 
 def num_choices(body: dict[str, Any]) -> int:

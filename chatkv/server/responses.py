@@ -34,7 +34,7 @@ from chatkv.server.http import (
     respond,
 )
 from chatkv.server.named import name_digest
-from chatkv.server.openai import refuse_formats
+from chatkv.server.openai import form_of
 from chatkv.server.openai_writer import error_body
 from chatkv.server.parts import said_in
 from chatkv.server.responses_writer import Writer, output_of, response_of
@@ -73,8 +73,7 @@ class Responses:
         return JSONResponse(body | {"status": status, "output": output})
 
     def _asked(self, request: Request, body: dict[str, Any]) -> Asked:
-        form = body.get("text")
-        refuse_formats(form.get("format") if isinstance(form, dict) else None)
+        about = body.get("text")
         owner, previous = owner_of(request), body.get("previous_response_id")
         carriers = carriers_of(request, body)
         conversation = body.get("conversation")
@@ -100,12 +99,14 @@ class Responses:
             for tool in listed(body.get("tools") or [], "tools")
             if isinstance(tool, dict) and tool.get("type") == "function"
         ]
+        tools = tools_of(functions) if body.get("tool_choice") != "none" else ()
         limit = whole(body, "max_output_tokens", None)
         return Asked(
             text(body, "model", ""),
             messages,
             options=options_of(body, limit, is_background=scratch and not history),
-            tools=tools_of(functions) if body.get("tool_choice") != "none" else (),
+            tools=tools,
+            form=form_of(body, about.get("format") if isinstance(about, dict) else None, tools),
             carriers=carriers,
             is_scratch=scratch,
             is_streamed=flag(body, "stream"),

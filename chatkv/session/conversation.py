@@ -89,6 +89,7 @@ class Conversation:
         """
         options, listener = options or TurnOptions(), listener or Listener()
         with self.model.engine.memory.use(self.sequence):
+            grammar = self.model.grammar(options)
             text, system = _encodable(text), None if system is None else _encodable(system)
             record = TurnRecord(self.model.load_model_ms)
             prompt_ids = self.prompt_ids(text, system, said)
@@ -103,7 +104,8 @@ class Conversation:
             turn = self._begin(text, prompt_ids, system, options, fitted.window, said)
             self.journal.notices += fitted.notices
             reply = self._reply(options, listener)
-            return self._answer(turn, planned, reply, record, options, listener)
+            sampler = Sampler(options.sampling, turn.seed, turn.rng_draws_after, grammar)
+            return self._answer(turn, planned, reply, record, options, listener, sampler)
 
     def resume_reply(
         self, options: TurnOptions | None = None, listener: Listener | None = None
@@ -117,6 +119,7 @@ class Conversation:
         with self.model.engine.memory.use(self.sequence):
             record = TurnRecord(self.model.load_model_ms)
             last, log, computed = self.turns[-1], self.log, self.num_computed
+            grammar = self.model.grammar(options, last.reply_ids)
             if len(log) >= self.model.engine.max_tokens:
                 raise too_long(len(log), 0, self.model.engine.max_tokens)
             planned = self.model.restorer.plan(
@@ -125,7 +128,8 @@ class Conversation:
             turn = self.journal.begin_again()
             reply = self._reply(options, listener)
             reply.go_on_from(last.reply_ids, turn.rng_draws_after)
-            return self._answer(turn, planned, reply, record, options, listener)
+            sampler = Sampler(options.sampling, turn.seed, turn.rng_draws_after, grammar)
+            return self._answer(turn, planned, reply, record, options, listener, sampler)
 
     def rewind(self, num_turns: int) -> None:
         """Go on from behind the first num_turns turns. The others stay in the file as a branch,
@@ -152,9 +156,9 @@ class Conversation:
         record: TurnRecord,
         options: TurnOptions,
         listener: Listener,
+        sampler: Sampler,
     ) -> TurnResult:
         """From the plan to the committed answer."""
-        sampler = Sampler(options.sampling, turn.seed, turn.rng_draws_after)
         max_ids = len(reply.ids) + options.max_tokens
         generation = Generation(
             self.model, self.sequence, options, listener, sampler, reply, record, max_ids

@@ -5,6 +5,7 @@ Knows tokens, KV and how text comes out of ids. Does not know where an answer is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from chatkv.engine.engine import Engine, Preempted
 from chatkv.engine.sampling import Sampler
 from chatkv.engine.sequence import TokenSequence
+from chatkv.model.grammar import GrammarState
 from chatkv.model.template import ChatTemplate
 from chatkv.model.tokenizer import Tokenizer
 from chatkv.restore.restorer import Planned, Restorer
@@ -30,6 +32,13 @@ class ModelParts:
     tokenizer: Tokenizer
     template: ChatTemplate
     load_model_ms: float
+
+    def grammar(self, options: TurnOptions, ids: Sequence[int] = ()) -> GrammarState | None:
+        """What an answer that has begun with `ids` must follow. Raises UsageError where it cannot,
+        for which a turn should not have begun."""
+        if options.grammar is None:
+            return None
+        return GrammarState(self.tokenizer, options.grammar, ids)
 
 
 @dataclass

@@ -45,7 +45,7 @@ def go_on(
         raise ContextFull(f"this request has {len(ids)} tokens, but the context ends at {limit}")
     sequence, record = model.restorer.scratch_sequence(), TurnRecord(model.load_model_ms)
     reply = Reply(model.tokenizer.stream(), StopStrings(options.stop), listener.on_text)
-    sampler = Sampler(options.sampling, options.seed or 0)
+    sampler = Sampler(options.sampling, options.seed or 0, grammar=model.grammar(options))
     generation = Generation(
         model, sequence, options, listener, sampler, reply, record, options.max_tokens
     )

@@ -32,6 +32,7 @@ class TurnOptions:
     exact: bool = False
     is_background: bool = False  # others go first
     overflow: Overflow = "refuse"
+    grammar: str | None = None  # what the answer must follow (chatkv.model.grammar), None: nothing
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class Listener:
     on_progress: Callable[[str, int, int], None] = lambda stage, done, total: None
     cancelled: Callable[[], bool] = lambda: False
     on_token: Callable[[int, Tensor], None] = lambda token, logits: None
+
+    def waits(self) -> None:
+        """There is no room in memory until others have given some back."""
+        self.on_progress("waiting for memory", 0, 1)
 
 
 @dataclass(frozen=True)

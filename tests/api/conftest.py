@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -43,3 +45,20 @@ def url(own_home: Path, model: str) -> Iterator[str]:
 def name(model: str) -> str:
     """What the model is called."""
     return Path(model).name
+
+
+@pytest.fixture(scope="module")
+def with_template(
+    model: str, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], str]:
+    """(name, template) -> the model, called so, with a chat template of its own."""
+
+    def made(name: str, template: str) -> str:
+        folder = tmp_path_factory.mktemp("template") / name
+        shutil.copytree(model, folder)
+        settings = folder / "tokenizer_config.json"
+        fields = json.loads(settings.read_text())
+        settings.write_text(json.dumps(fields | {"chat_template": template}))
+        return str(folder)
+
+    return made

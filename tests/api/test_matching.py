@@ -4,7 +4,6 @@ kept, and nothing of it is computed again."""
 from __future__ import annotations
 
 import json
-import shutil
 import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from chat_templates import TOLD_OF_TOOLS
 from chatkv.paths import folders
 from chatkv_store.conversations import Conversations, Turn
 from engines import kill
@@ -22,11 +22,6 @@ LONG = "the history is not read again and the session holds many blocks "
 THINKING = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
-)
-TOOLS = (
-    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
@@ -241,21 +236,6 @@ def test_another_system_prompt_is_another_conversation(url: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def with_template(
-    model: str, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, str], str]:
-    def made(name: str, template: str) -> str:
-        folder = tmp_path_factory.mktemp("template") / name
-        shutil.copytree(model, folder)
-        settings = folder / "tokenizer_config.json"
-        fields = json.loads(settings.read_text())
-        settings.write_text(json.dumps(fields | {"chat_template": template}))
-        return str(folder)
-
-    return made
-
-
-@pytest.fixture(scope="module")
 def thinker(
     tmp_path_factory: pytest.TempPathFactory, with_template: Callable[[str, str], str]
 ) -> Iterator[str]:
@@ -263,7 +243,7 @@ def thinker(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CHATKV_HOME", str(tmp_path_factory.mktemp("thinker-home")))
         patch.delenv("CHATKV_ENGINE", raising=False)
-        models = [with_template("thinks", THINKING), with_template("calls", TOOLS)]
+        models = [with_template("thinks", THINKING), with_template("calls", TOLD_OF_TOOLS)]
         with served(*models) as url:
             yield url
 
