@@ -23,6 +23,9 @@ SINK_TOKENS = 4  # at the start of a sequence, kept whole
 GROUP_CHANNELS = 32
 E4M3_MAX = 448.0
 HALF_MAX = 65504.0
+# Format version, codec, bytes per element, dtype; first position, whole and other tokens,
+# frequencies, zero.
+HEAD = struct.Struct("<BBBBIHHHH")
 
 
 class Turn(NamedTuple):
@@ -57,6 +60,20 @@ class Grid:
 
 
 INT8, FP8, INT4 = Grid(3, 8), Grid(4, 8, is_float=True), Grid(5, 4)
+
+
+def payload_sizes(num_whole: Tensor, shape: torch.Size, turned: bool, grid: Grid) -> Tensor:
+    """Bytes of payloads of which so many tokens are whole, int64. shape: that of a block, [layers,
+    2, num_kv_heads, tokens, head_dim]; turned: keys carry a rotation."""
+    layers, _, heads, tokens, head_dim = shape
+    slabs = layers * heads
+    rows = slabs * (tokens - num_whole)
+    codes = (rows * (head_dim * grid.bits // 8) + 7) // 8 * 8
+    steps = (rows * 2 * -(-head_dim // GROUP_CHANNELS) + 7) // 8 * 8
+    key_scales = torch.where(rows > 0, slabs * grid.key_scales * head_dim * 2, 0)
+    head = HEAD.size + (2 * head_dim if turned else 0)
+    sizes: Tensor = head + num_whole * (2 * slabs * head_dim * 2) + key_scales + steps + 2 * codes
+    return sizes
 
 
 @has_kernel
@@ -136,8 +153,7 @@ def _packed(block: Tensor, start: int, turn: Turn | None, grid: Grid) -> Tensor:
     scales, sections = _quantised(keys, floats[:, 1], grid) if floats.numel() else ([], [])
     if not all(part.isfinite().all() for part in (floats, *scales)):
         num_whole, sections = tokens, []
-    head = struct.pack(
-        "<BBBBIHHHH",
+    head = HEAD.pack(
         FORMAT_VERSION,
         grid.codec_id,
         2,
@@ -192,9 +208,9 @@ def _unpack(
 
 def _unpack_one(payload: Tensor, out: Tensor, turn: Turn | None, grid: Grid) -> None:
     layers, _, heads, _, head_dim = out.shape
-    head = bytes(payload[:16].tolist())
-    _, _, _, _, start, num_whole, num_rest, num_frequencies, _ = struct.unpack("<BBBBIHHHH", head)
-    at = len(head) + 4 * num_frequencies
+    head = bytes(payload[: HEAD.size].tolist())
+    _, _, _, _, start, num_whole, num_rest, num_frequencies, _ = HEAD.unpack(head)
+    at = HEAD.size + 4 * num_frequencies
 
     def section(dtype: torch.dtype, *shape: int) -> Tensor:
         nonlocal at
