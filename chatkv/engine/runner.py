@@ -36,7 +36,7 @@ class Runner(Protocol):
     """Computes steps."""
 
     def forward(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
-        """Logits after the last token of each piece, [vocab_size] float32 on the CPU."""
+        """`Piece.logits` of each piece, on the CPU."""
 
 
 def runner_for(decoder: Decoder, pool: Pool) -> Runner:
@@ -58,12 +58,14 @@ class SpanRunner:
         ids: list[int] = []
         spans = []
         for piece in pieces:
-            sequence = piece.sequence
-            ids += sequence.ids[piece.start : piece.stop]
+            ids += piece.ids
             spans.append(
-                RunSpan(self.pool, sequence.run, piece.start, piece.length, piece.wait_layer)
+                RunSpan(self.pool, piece.sequence.run, piece.start, piece.length, piece.wait_layer)
             )
-        return list(self.decoder.forward(torch.tensor(ids, device=self.decoder.device), spans))
+        device = self.decoder.device
+        rows = wanted_rows(pieces, device)
+        logits = self.decoder.forward(torch.tensor(ids, device=device), spans, rows=rows)
+        return by_piece(logits, pieces)
 
 
 class PagedRunner:
@@ -80,7 +82,7 @@ class PagedRunner:
     def forward(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
         graph = self._graph_for(pieces)
         logits = graph.run(pieces) if graph is not None else self._pass(pieces)
-        return list(_on_host(logits))
+        return by_piece(_on_host(logits), pieces)
 
     def prepare(self) -> None:
         """Compile and record what the first turn will need, so that it waits for neither."""
@@ -106,13 +108,13 @@ class PagedRunner:
             return torch.as_tensor(np.asarray(values), dtype=dtype).to(device)
 
         lengths = [piece.length for piece in pieces]
-        widest = max(-(-piece.stop // BLOCK_TOKENS) for piece in pieces)
+        widest = max(-(-piece.end // BLOCK_TOKENS) for piece in pieces)
         table = np.zeros((len(pieces), widest), dtype=np.int32)
         for row, piece in zip(table, pieces, strict=True):
-            used = piece.sequence.run.blocks[: -(-piece.stop // BLOCK_TOKENS)]
+            used = piece.sequence.run.blocks[: -(-piece.end // BLOCK_TOKENS)]
             row[: len(used)] = used
-        ids = np.concatenate([p.sequence.ids[p.start : p.stop] for p in pieces])
-        positions = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
+        ids = np.concatenate([piece.ids for piece in pieces])
+        positions = np.concatenate([np.arange(piece.start, piece.end) for piece in pieces])
         rows = np.repeat(np.arange(len(pieces)), lengths)
         slots = table[rows, positions // BLOCK_TOKENS].astype(np.int64) * BLOCK_TOKENS
         waits = [piece.wait_layer for piece in pieces if piece.wait_layer is not None]
@@ -122,12 +124,13 @@ class PagedRunner:
             tensor(positions, torch.int32),
             tensor(slots + positions % BLOCK_TOKENS, torch.int64),
             tensor(table, torch.int32),
-            tensor([piece.stop for piece in pieces], torch.int32),
+            tensor([piece.end for piece in pieces], torch.int32),
             starts=tensor([0, *accumulate(lengths)], torch.int32) if max(lengths) > 1 else None,
             max_new=max(lengths),
             wait_layer=waits[0] if waits else None,
         )
-        return self.decoder.forward(tensor(ids, torch.int64), batch)
+        rows = wanted_rows(pieces, device)
+        return self.decoder.forward(tensor(ids, torch.int64), batch, rows=rows)
 
 
 class DecodeGraph:
@@ -180,6 +183,23 @@ class DecodeGraph:
         table = self._device_table
         batch = PagedBatch(self._pool.blocks, positions, slots.long(), table, lengths)
         return self._decoder.forward(ids, batch)
+
+
+def wanted_rows(pieces: Sequence[Piece], device: torch.device) -> Tensor | None:
+    """The rows of a pass whose logits are wanted: of each piece the last one, and with a draft as
+    many more as that has tokens. None: nobody has a draft."""
+    if not any(piece.draft for piece in pieces):
+        return None
+    rows: list[int] = []
+    for piece, end in zip(pieces, accumulate(piece.length for piece in pieces), strict=True):
+        rows += range(end - len(piece.draft) - 1, end)
+    return torch.tensor(rows, device=device)
+
+
+def by_piece(logits: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
+    """`Piece.logits` of each piece, from the logits of the rows that are wanted."""
+    parts = logits.split([1 + len(piece.draft) for piece in pieces])
+    return [part if piece.draft else part[0] for part, piece in zip(parts, pieces, strict=True)]
 
 
 def _on_host(logits: Tensor) -> Tensor:

@@ -36,8 +36,8 @@ class Sampler:
 
     def pick(self, logits: Tensor, drawn: Drawn | None = None) -> int:
         """One token id from logits [vocab_size] in float32. What the grammar forbids is as if the
-        model knew it not, before anything else is made of the logits. `drawn`: what a draft guesses,
-        to be accepted or replaced, with the same outcome on the whole."""
+        model knew it not, before anything else is made of the logits. `drawn`: what somebody has
+        drawn for it, to be accepted or replaced (`verified`)."""
         if self.grammar is None:
             return self._draw(logits, drawn)
         token = self._draw(self.grammar.masked(logits), drawn)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from chatkv.engine.budget import LEAST_TOKENS, StepBudget
+from chatkv.engine.draft_costs import DraftCosts
 from chatkv.engine.sequence import TokenSequence
 
 # How long a step waits for a turn that is still busy with what the last step gave it: so much, or
@@ -49,6 +50,8 @@ class Piece:
     """The KV that a turn wants next: of ids[start:stop) of its sequence.
 
     A step may compute only the front of a piece of prefill; the turn asks again for the rest.
+    draft: tokens that may follow, computed with it; their KV lies behind that of the sequence, to
+    be counted in by whoever accepts them.
     wait_layer(layer) is called before a layer attends to KV that is still arriving: a step of its
     own, since all of it may have to wait or to fail.
     """
@@ -60,15 +63,29 @@ class Piece:
     is_decode: bool = False
     is_background: bool = False
     wait_layer: Callable[[int], None] | None = None
-    logits: Tensor | None = None  # after the last token computed, [vocab_size] float32
+    draft: Sequence[int] = ()
+    # After the last token computed, [vocab_size] float32. With a draft: after the one in front of
+    # it and after each of its tokens, [1 + num_drafted, vocab_size].
+    logits: Tensor | None = None
     error: BaseException | None = None
     is_started: bool = False
     num_passed_over: int = 0  # steps that had no room for it
     done: threading.Event = field(default_factory=threading.Event)
 
     @property
+    def ids(self) -> Sequence[int]:
+        """All tokens to compute."""
+        ids = self.sequence.ids[self.start : self.stop]
+        return [*ids, *self.draft] if self.draft else ids
+
+    @property
+    def end(self) -> int:
+        """Of the sequence and its draft."""
+        return self.stop + len(self.draft)
+
+    @property
     def length(self) -> int:
-        return self.stop - self.start
+        return self.end - self.start
 
 
 @dataclass
@@ -77,6 +94,7 @@ class Scheduler:
 
     forward: Callable[[Sequence[Piece]], Sequence[Tensor]]
     budget: StepBudget = field(default_factory=StepBudget)
+    draft_costs: DraftCosts = field(default_factory=DraftCosts)
     num_steps: int = 0
     _step_s: float = 0.0  # that the last step took
     _pending: list[Piece] = field(default_factory=list)
@@ -201,6 +219,9 @@ class Scheduler:
                 piece.sequence.num_cached = piece.stop
             self._step_s = time.perf_counter() - began
             self.budget.observe(num_decoding, num_prefilled, self._step_s)
+            if not num_prefilled:
+                num_drafted = sum(len(piece.draft) for piece in pieces)
+                self.draft_costs.observe(num_decoding, num_drafted, self._step_s)
         except BaseException as error:  # nobody may wait for a thread that has ended
             for piece in pieces:
                 piece.error = error

@@ -58,13 +58,17 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, ids: Tensor, attended: Sequence[Span] | PagedBatch, every_position: bool = False
+        self,
+        ids: Tensor,
+        attended: Sequence[Span] | PagedBatch,
+        every_position: bool = False,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Logits after each sequence's last new token: [num_seqs, vocab_size] float32.
 
         ids: [num_new] integers, the new tokens of one sequence after the other; attended: what
         they attend to. With every_position, the logits after every new token instead: [num_new,
-        vocab_size].
+        vocab_size]; with rows [num_rows] of int64, after these of the new tokens.
         """
         batch: Batch = (
             attended if isinstance(attended, PagedBatch) else SpanBatch(attended, self.rope)
@@ -72,7 +76,7 @@ class Decoder:
         hidden = F.embedding(ids, self.embedding)
         for layer in self.layers:
             hidden = layer.forward(hidden, batch)
-        ends = None if every_position else batch.ends
+        ends = None if every_position else batch.ends if rows is None else rows
         if ends is not None:
             hidden = hidden[ends]
         return self.head(self.norm(hidden)).float()

@@ -13,6 +13,9 @@ from torch import Tensor
 # Queries per tile of the bf16 path. 64 keeps a tile's scores (3 heads x 64 x 4096 in bf16) inside
 # a laptop's L2+L3; 256 was up to 1.8x slower at 4k tokens of history, 32 lost to launch overhead.
 QUERY_TILE = 64
+# Up to so many new tokens (a decode step with its drafts) take the way of a single one. More were
+# slower so than in tiles, on two cores with three heads to a group.
+FEW_QUERIES = 16
 
 
 def decode_attention(
@@ -43,6 +46,8 @@ def prefill_attention(
     with the chunk's own at the end, so query i sees num_tokens - num_new + i + 1 of them (the
     last `window` of these where a window is given). Returns [num_new, num_heads, head_dim].
     """
+    if queries.shape[0] <= FEW_QUERIES and queries.device.type == "cpu":
+        return _few_attention(queries, keys, values, scale, window)
     if queries.dtype == torch.float32 or queries.device.type != "cpu":
         return _prefill_whole(queries, keys, values, scale, window)
     return _prefill_tiled(queries, keys, values, scale, window)
@@ -60,6 +65,27 @@ def _causal_mask(
     return torch.zeros(num_new, num_tokens, dtype=like.dtype, device=like.device).masked_fill_(
         hidden, float("-inf")
     )
+
+
+def _few_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """As `decode_attention`: the heads of a group, now those of all new tokens, are rows of one
+    query matrix, and share one pass over memory."""
+    num_new, num_heads, head_dim = queries.shape
+    num_kv_heads, group = keys.shape[0], num_heads // keys.shape[0]
+    if window is not None and keys.shape[1] > window + num_new - 1:
+        seen = window + num_new - 1
+        keys, values = keys[:, -seen:], values[:, -seen:]
+    num_tokens = keys.shape[1]
+    by_group = queries.view(num_new, num_kv_heads, group, head_dim).transpose(0, 1)
+    rows = by_group.reshape(1, num_kv_heads, num_new * group, head_dim)
+    mask = _causal_mask(num_new, num_tokens, num_tokens - num_new, window, queries)
+    out = F.scaled_dot_product_attention(
+        rows, keys[None], values[None], mask.repeat_interleave(group, 0), scale=scale
+    )
+    by_token = out.view(num_kv_heads, num_new, group, head_dim).transpose(0, 1)
+    return by_token.reshape(num_new, num_heads, head_dim)
 
 
 def _prefill_whole(
