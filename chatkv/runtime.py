@@ -20,7 +20,7 @@ from chatkv.engine.engine import Engine
 from chatkv.engine.ledger import Ledger
 from chatkv.engine.on_device import engine_on
 from chatkv.engine.pool import BLOCK_TOKENS, BlockPool
-from chatkv.errors import ModelError, UsageError
+from chatkv.errors import ChatkvError, ModelError, UsageError
 from chatkv.model.catalog import find_model
 from chatkv.model.decoder import Decoder
 from chatkv.model.dtype import choose_dtype
@@ -38,6 +38,7 @@ from chatkv.restore.saver import DiskTier
 from chatkv.restore.staging import RING_BYTES
 from chatkv.session.conversation import Conversation
 from chatkv.session.generation import ModelParts
+from chatkv.session.reading import Reader
 from chatkv_store.blocks import BlockStore
 from chatkv_store.codec import by_name as codec_by_name
 from chatkv_store.conversations import Conversations, Session
@@ -176,7 +177,7 @@ class Runtime:
             **owned,
             **self._resumed_with(kv_codec),
             "tokenizer": self._tokenizer_digest(),
-            "seed": int.from_bytes(os.urandom(7), "big") if seed is None else seed,
+            "seed": _new_seed() if seed is None else seed,
         }
         return self.conversations.unsaved_session(
             title=title,
@@ -189,22 +190,26 @@ class Runtime:
         """The session, ready for its next turn; closed by the caller. kv_codec: from now on, by
         default the runtime's.
 
-        Raises UsageError for a session whose tokens mean something else to this model.
+        Raises UsageError for a session whose tokens mean something else to this model, ModelError
+        for one that its template cannot write.
         """
-        known = session.settings.get("tokenizer")
-        if session.num_turns and known != self._tokenizer_digest():
-            raise UsageError(
-                f"session {session.id} was held with {session.model}, and {self.prepared.name} "
-                "reads its tokens differently: leave --model out, or start a new session"
-            )
         kv_codec = kv_codec or self.kv_codec
         owner = session.settings.get("owner", "")
         parts = self._parts(self.restorer_for(kv_codec, owner), session.created_at)
         conversation = Conversation(parts, self.conversations, session)
+        digest = self._tokenizer_digest()
+        try:
+            conversation.journal.read_with(
+                Reader(self.prepared.name, digest, parts.template, parts.tokenizer)
+            )
+        except ChatkvError:
+            conversation.close()
+            raise
+        drawn = {} if "seed" in session.settings else {"seed": _new_seed()}  # it was imported
         conversation.journal.held_with(
             self.prepared.name,
             self.namespace_of(kv_codec, owner).hex(),
-            {**session.settings, **self._resumed_with(kv_codec)},
+            {**drawn, **session.settings, **self._resumed_with(kv_codec)},
         )
         return conversation
 
@@ -339,6 +344,10 @@ class Runtime:
 
     def _tokenizer_digest(self) -> str:
         return hashlib.sha256(self.prepared.tokenizer_path.read_bytes()).hexdigest()[:32]
+
+
+def _new_seed() -> int:
+    return int.from_bytes(os.urandom(7), "big")
 
 
 def _available_bytes() -> int:

@@ -1,4 +1,4 @@
-"""`chatkv sessions`: list, search, read, rename, delete and fork conversations. Needs no model."""
+"""`chatkv sessions`: list, search, read, rename, delete, fork and move conversations; no model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from chatkv.cli import sessions_transfer
 from chatkv.cli.output import (
     Output,
     Row,
@@ -41,10 +42,14 @@ SESSION = click.argument("session", shell_complete=complete_session, metavar="SE
 
 @click.group()
 def sessions() -> None:
-    """List, search, read, rename, delete and fork conversations.
+    """List, search, read, rename, delete, fork, export and import conversations.
 
     SESSION is an id, the start of one (4 characters or more) or an exact title.
     """
+
+
+sessions.add_command(sessions_transfer.export)
+sessions.add_command(sessions_transfer.import_)
 
 
 @sessions.command()
@@ -270,6 +275,10 @@ def _show_turn(output: Output, turn: Turn) -> None:
     output.line(f"{turn.index}> {printable(turn.user_text)}", bold=True)
     if turn.reply_text:
         output.line(printable(turn.reply_text))
+    left_out = turn.stats.get("imported", {}).get("left_out", {})
+    if left_out:
+        listed = ", ".join(f"{number} × {printable(kind)}" for kind, number in left_out.items())
+        output.line(f"[not imported: {listed}]", dim_chars=80)
     if turn.state != "done":
         output.line(f"[{turn.state}]", dim_chars=20)
     elif turn.finish_reason == "length":

@@ -13,12 +13,14 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from chatkv.errors import ChatkvError
 from chatkv_store.errors import SessionNotFound, StoreBusy, StoreError
 from chatkv_store.ulid import ulid_after
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from chatkv.session.reading import Reader
     from chatkv_store.conversations import Conversations, Session, Turn
 
 
@@ -36,6 +38,8 @@ class Journal:
         self.notices: list[str] = []
         self._unsaved: list[Turn] = []
         self._left: list[Turn] = []  # behind, by going back
+        self._reader: Reader | None = None
+        self._read: list[Turn] = []  # with ids that the file lacks still
         self._is_failing = False
         self._is_new = False  # in no file yet: a session is written with its first turn
         self._open = ExitStack()
@@ -55,6 +59,19 @@ class Journal:
             self.save()
         finally:
             self._open.close()
+
+    def read_with(self, reader: Reader) -> None:
+        """Have ids made for turns that were imported as words; they are written with the next turn.
+
+        Raises what `Reader.read` does, with nothing changed."""
+        self._reader = reader
+        self._take(self.turns)
+
+    def _take(self, turns: list[Turn]) -> None:
+        """Go on from `turns`, each with ids."""
+        read = self._reader.read(self.session, turns) if self._reader is not None else turns
+        self._read = [new for new, old in zip(read, turns, strict=True) if new is not old]
+        self.turns = read
 
     def draws_of(self, seed: int) -> int:
         """How many random numbers of this seed were drawn so far: another answer to the same
@@ -85,9 +102,14 @@ class Journal:
             raise StoreError("nothing can be saved now, so no other branch can be taken")
         if turn_id not in {turn.id for turn in self.conversations.tree(self.session.id)}:
             raise StoreError(f"session {self.session.id} has no turn {turn_id}")
+        left, head = self.turns, self.session.head
         self.session = self.conversations.move_head(self.session.id, turn_id)
-        self._left += self.turns
-        self.turns = self.conversations.chain(self.session.id)
+        try:
+            self._take(self.conversations.chain(self.session.id))
+        except ChatkvError:
+            self.session = self.conversations.move_head(self.session.id, head)
+            raise
+        self._left += left
 
     def begin_again(self) -> Turn:
         """The last turn as a new one beside it, with what was answered so far."""
@@ -131,6 +153,7 @@ class Journal:
         if self.save():
             try:
                 self._keep_new()
+                self._keep_read()
                 return self.conversations.begin_turn(
                     self.session.id,
                     user_text=user_text,
@@ -183,6 +206,8 @@ class Journal:
             if not self._is_leased:
                 self._hold()
             if self._unsaved or self._is_failing:
+                if self._unsaved:
+                    self._keep_read()
                 self.conversations.keep(self.session, self._unsaved)
         except StoreError as error:
             self._failed(error)
@@ -225,6 +250,14 @@ class Journal:
         if self._is_new:
             self.conversations.keep(self.session, [])
             self._is_new = False
+
+    def _keep_read(self) -> None:
+        """Write the ids of turns that were words alone, and that what is said now goes behind."""
+        mine = {turn.id for turn in self.turns}
+        read = [turn for turn in self._read if turn.id in mine]
+        if read and self._reader is not None:
+            self.session = self.conversations.give_ids(self.session.id, read, self._reader.digest)
+        self._read = []
 
     def _hold(self) -> None:
         """Take the lease, which waits for a file that can be written."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sqlite3
 
 from chatkv_store import tree
-from chatkv_store.records import TURN_COLUMNS, Session, Turn, turn_from_row
+from chatkv_store.records import TURN_COLUMNS, Session, Turn, fetch_turn, turn_from_row
 
 
 def turns_of(conn: sqlite3.Connection, session: Session) -> list[Turn]:
@@ -19,3 +19,17 @@ def turns_of(conn: sqlite3.Connection, session: Session) -> list[Turn]:
     )
     owned = map(turn_from_row, rows.fetchall())
     return path + [turn for turn in owned if turn.id not in on_path]
+
+
+def whole_tree(conn: sqlite3.Connection, session: Session) -> list[Turn]:
+    """The same with every turn that one of them follows, each behind its parent."""
+    turns = turns_of(conn, session)
+    known = {turn.id: turn for turn in turns}
+    for turn in turns:
+        parent = turn.parent_id
+        while parent is not None and parent not in known:
+            found = fetch_turn(conn, parent)
+            if found is None:
+                break
+            known[parent], parent = found, found.parent_id
+    return sorted(known.values(), key=lambda turn: turn.index)

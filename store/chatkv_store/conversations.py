@@ -455,11 +455,13 @@ class Conversations:
                 continue  # its process lives and is answering
         return recovered
 
-    def export_text(self, session_id: str) -> dict[str, Any]:
-        """The whole conversation as plain JSON values, token ids included (KV is not)."""
+    def export_text(self, session_id: str, *, branches: bool = False) -> dict[str, Any]:
+        """The whole conversation as plain JSON values, token ids included (KV is not); with what it
+        has left behind as `branches`."""
         with self._database.read() as conn:
             session = resolve.by_id(conn, session_id)
-            path = tree.chain(conn, session.head)
+            found = branching.whole_tree(conn, session) if branches else None
+            path = tree.chain(conn, session.head) if found is None else found
         return as_plain_values(session, path)
 
     def import_text(self, values: dict[str, Any], origin: str = "the file") -> Session:
@@ -470,6 +472,38 @@ class Conversations:
         importing.check(values, origin)
         with self._database.write() as conn:
             return resolve.by_id(conn, importing.insert(conn, values, self._clock()))
+
+    def import_all(self, every: Sequence[dict[str, Any]], origin: str) -> list[Session]:
+        """Store conversations in the form of `export_text` in one transaction, among the others by
+        the time of their last use ("updated_at", by default "created_at")."""
+        for values in every:
+            importing.check(values, origin)
+        with self._database.write() as conn:
+            now_s = self._clock()
+            ids = [importing.insert(conn, values, now_s) for values in every]
+            times = [values.get("updated_at") or values["created_at"] for values in every]
+            importing.order_by_use(conn, dict(zip(ids, times, strict=True)))
+            return [resolve.by_id(conn, session_id) for session_id in ids]
+
+    def sources(self) -> dict[str, str]:
+        """Where sessions came from (`settings.source`, or "chatkv:" and the id) -> the session."""
+        with self._database.read() as conn:
+            return importing.sources(conn)
+
+    def give_ids(self, session_id: str, told: Sequence[Turn], tokenizer: str) -> Session:
+        """Write the ids of turns that were imported as words alone, and whose ids these are.
+
+        The session's lease must be held. StoreBusy where another session that shares the turns has
+        given them ids meanwhile.
+        """
+        self._require_lease(session_id)
+        with self._database.write() as conn:
+            session = resolve.by_id(conn, session_id)
+            if not all(turns.give_ids(conn, turn) for turn in told):
+                raise StoreBusy(f"turns of session {session_id} were read elsewhere: open it again")
+            settings = session.settings | {"tokenizer": tokenizer}
+            sessions.update(conn, session_id, {"settings": settings})
+            return resolve.by_id(conn, session_id)
 
     def turn_stats(self) -> Iterator[tuple[str, float, dict[str, Any]]]:
         """(session that owns it, epoch seconds, what was measured) of every finished turn."""

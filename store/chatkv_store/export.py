@@ -11,7 +11,8 @@ EXPORT_VERSION = 1
 
 
 def as_plain_values(session: Session, turns: list[Turn]) -> dict[str, Any]:
-    """One conversation as JSON values: the session's record and every turn, oldest first."""
+    """One conversation as JSON values: the session's record and every turn, each
+    behind the one that it follows."""
     return {
         "format": EXPORT_FORMAT,
         "version": EXPORT_VERSION,
@@ -23,9 +24,11 @@ def as_plain_values(session: Session, turns: list[Turn]) -> dict[str, Any]:
         "updated_at": session.updated_at,
         "settings": session.settings,
         "pinned": session.pinned,
+        "head": session.head,
         "turns": [
             {
                 "id": turn.id,
+                "parent": turn.parent_id,
                 "index": turn.index,
                 "created_at": turn.created_at,
                 "state": turn.state,

@@ -139,6 +139,22 @@ def close(
     )
 
 
+def give_ids(conn: sqlite3.Connection, turn: Turn) -> bool:
+    """Give a turn that has no ids those of `turn`; False where it has some, or is gone."""
+    changed = conn.execute(
+        "UPDATE turns SET prompt_ids = ?, reply_ids = ?, tokens_before = ?, stats = ? "
+        "WHERE id = ? AND prompt_ids = x''",
+        (
+            ids_to_blob(turn.prompt_ids),
+            ids_to_blob(turn.reply_ids),
+            turn.tokens_before,
+            json.dumps(turn.stats),
+            turn.id,
+        ),
+    ).rowcount
+    return bool(changed)
+
+
 def sessions_with_unfinished(conn: sqlite3.Connection) -> list[str]:
     rows = conn.execute(
         "SELECT DISTINCT session_id FROM turns WHERE state IN ('pending', 'streaming')"
