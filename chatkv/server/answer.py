@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from chatkv.engine.pool import BLOCK_TOKENS
 from chatkv.errors import ChatkvError, UsageError
 from chatkv.server.asked import Asked
 from chatkv.server.choice import Choice
@@ -142,6 +143,9 @@ def _result(choices: list[Choice], about: dict[str, Any]) -> dict[str, Any]:
     tokens, timing = first.tokens, first.timing
     cached = tokens.reused + tokens.loaded
     generated = sum(result.tokens.generated for result in results)
+    hit = about["hit"]
+    if hit == "none" and cached >= BLOCK_TOKENS:
+        hit = "blocks"  # what other conversations begin with as well
     rate = timing.decode_tokens_per_s
     timings = {
         "session": about.get("session", ""),
@@ -159,7 +163,7 @@ def _result(choices: list[Choice], about: dict[str, Any]) -> dict[str, Any]:
         "reused_n": tokens.reused,
         "loaded_n": tokens.loaded,
         "plan": first.plan.chosen,
-        "hit": about["hit"],
+        "hit": hit,
         "diverged_at": about["diverged_at"],
     }
     return {

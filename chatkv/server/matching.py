@@ -1,8 +1,9 @@
 """Which conversation a request means that brings all of its messages along.
 
 A client may name its session; what is said in it decides nevertheless. The messages that were said
-here before are found by their digests (or, in the session that was named, by comparing them), and
-stand for the exact tokens that they had here. What is left is added: answers from elsewhere as
+here before are found by their digests (in the session that was named also by comparing them; and
+where that ends early, by the text that the model would read), and stand for the exact tokens that
+they had here. What is left is added: answers from elsewhere as
 text, then the new words. The log of a session is never written anew.
 """
 
@@ -22,13 +23,14 @@ from chatkv.server.asked import Asked
 from chatkv.server.hub import Held, Hub
 from chatkv.server.named import Names
 from chatkv.server.parts import opens_thoughts, said_in, written
+from chatkv.server.rendered import Rendered
 from chatkv.session.conversation import text_of
-from chatkv.session.messages import Message, digests_of, find_known
+from chatkv.session.messages import Known, Message, digests_of, find_known
 from chatkv.session.request import ChatRequest
 from chatkv_store.conversations import Conversations, Session, Turn
 from chatkv_store.errors import SessionNotFound, StoreBusy, StoreError
 
-Hit = Literal["chain", "adopted", "none"]
+Hit = Literal["chain", "bytes", "adopted", "none"]
 
 
 @dataclass(frozen=True)
@@ -85,13 +87,15 @@ class Matching:
         about = (runtime.namespace_of("lossless", asked.owner).hex(), runtime.prepared.template)
         self._seed = hashlib.sha256(json.dumps([*about, tools]).encode()).hexdigest()
         self._names = Names(hub.conversations, asked, self._seed, recent)
+        parts = runtime.scratch_parts(asked.owner)
+        self._rendered = Rendered(parts, parts.template.with_tools(asked.tools), about[0])
 
     @contextmanager
     def place(self, cancel: threading.Event) -> Iterator[Place]:
         """Where the answer goes, alone; opened, and moved there. StoreBusy where a session that
         was named is answering; one that was not is forked."""
         messages, split = self._asked.messages, Split.of(self._asked.messages)
-        known = find_known(self._store, self._seed, messages)
+        known, is_read = self._known(split)
         num_known = len(messages) - len(known.new) if known.turn is not None else 0
         if not split.said and (not split.exchanges or num_known < len(messages)):
             raise UsageError(
@@ -99,13 +103,15 @@ class Matching:
                 "be gone on with"
             )
         with ExitStack() as open:
-            held, num_known = self._held(open, split, known.turn, num_known, cancel)
+            held, num_used = self._held(open, split, known.turn, num_known, cancel)
+            is_read, num_known = is_read and num_used == num_known, num_used
             self._names.remember(held.session_id)
             conversation = held.conversation
             template = conversation.model.template.with_tools(self._asked.tools)
             conversation.use_template(template)
             left = [one for one in split.exchanges if one.end > num_known]
-            hit: Hit = "adopted" if left and not num_known else "chain" if num_known else "none"
+            found: Hit = "bytes" if is_read else "chain"
+            hit: Hit = "adopted" if left and not num_known else found if num_known else "none"
             diverged_at = num_known if left else None
             system = split.system if not conversation.turns else None
             if left:
@@ -123,9 +129,24 @@ class Matching:
         turn = place.held.conversation.turns[-1]
         asked = self._asked.messages if place.split.said else self._asked.messages[:-1]
         digest = digests_of(self._seed, [*asked, answer])[-1]
-        self._note((digest, turn.id) for digest in (digest, *self._names.digests()))
+        read = self._rendered.digest(place.held.conversation)
+        digests = [digest, *self._names.digests(), *([read] if read is not None else [])]
+        self._note((digest, turn.id) for digest in digests)
 
     # --- inside -----------------------------------------------------------------------------------
+
+    def _known(self, split: Split) -> tuple[Known, bool]:
+        """The turn behind which the request goes on; and whether its text told that, where messages
+        tell less."""
+        messages = self._asked.messages
+        known = find_known(self._store, self._seed, messages)
+        last = split.exchanges[-1].end if split.exchanges else 0
+        if known.turn is not None and len(messages) - len(known.new) >= last:
+            return known, False
+        read = self._rendered.find(self._store, messages)
+        if read is None or (known.turn is not None and len(read.new) >= len(known.new)):
+            return known, False
+        return read, True
 
     def _held(
         self,
