@@ -43,7 +43,7 @@ class Arriving(Protocol):
 
 
 class Preempted(Exception):
-    """Others need the memory: an answer has to step back until they are done."""
+    """Others need the memory: a turn has to give its blocks back, and to wait for them."""
 
 
 @dataclass
@@ -87,8 +87,8 @@ class Engine:
 
         What `arriving` brings meanwhile is skipped. Waits for room that others are using.
 
-        on_progress(done, total) is told after every chunk. Raises Cancelled between chunks and
-        ContextFull before anything is computed.
+        on_progress(done, total) is told after every chunk. Raises Cancelled and Preempted between
+        chunks, and ContextFull before anything is computed.
         """
         total = len(sequence.ids)
         if total > self.max_tokens:
@@ -102,6 +102,8 @@ class Engine:
         while sequence.num_cached < total:
             if cancelled is not None and cancelled():
                 raise Cancelled
+            if self.memory.room.must_give_way(sequence):
+                raise Preempted
             start = sequence.num_cached
             piece = Piece(sequence, start, total, since, is_background=is_background)
             if arriving is not None:
@@ -131,8 +133,9 @@ class Engine:
         was drawn from. Ends after a stop id, max_new_tokens, a full context or a cancel; the last
         token yielded has no KV yet.
 
-        Raises Preempted where its next block finds no room beside those of others: give its blocks
-        back, and call again with the logits after its last id.
+        Raises Preempted where its blocks are for others to have, or they have them already: give
+        them back, and call again with the logits after its last id. Waits where there is no room
+        for its next block; raises Cancelled and ContextFull then.
         """
         try:
             for count in range(max_new_tokens):
@@ -143,40 +146,40 @@ class Engine:
                 total = len(sequence.ids)
                 if last or total >= self.max_tokens or (cancelled and cancelled()):
                     return
-                if not self._has_room(sequence):
+                # While it was away with its reader, its blocks may have gone to others.
+                if sequence.num_cached < total - 1 or self.memory.room.must_give_way(sequence):
                     raise Preempted
+                self._wait_for_room(sequence, cancelled)
                 logits = self.scheduler.run(Piece(sequence, total - 1, total, is_decode=True))
         finally:
             self.scheduler.leave(sequence)
 
     def reserve(self, sequence: TokenSequence, cancelled: Callable[[], bool] | None = None) -> None:
         """Room for all of the sequence's ids: waits until others have given it back, in the order
-        in which turns came to ask. Where all who could are waiting themselves, the sequence's own
-        blocks go to those in front, and its KV with them.
+        of `Room`. Where it has to give way itself meanwhile, its KV goes with its blocks.
 
         Raises Cancelled, and ContextFull where nobody is left who could give any back.
         """
+        while True:
+            try:
+                return self._wait_for_room(sequence, cancelled)
+            except Preempted:
+                self.memory.drop(sequence)
+
+    def _wait_for_room(self, sequence: TokenSequence, cancelled: Callable[[], bool] | None) -> None:
         if self.pool.is_reserved(sequence.run, len(sequence.ids), sequence.num_cached):
             return
-        memory = self.memory
-        with memory.waiting(sequence):
-            while not (memory.is_next(sequence) and self._has_room(sequence)):
+        room = self.memory.room
+        if room.is_next(sequence) and self.memory.make_room(sequence):
+            return
+        with room.waiting(sequence):
+            while not (room.is_next(sequence) and self.memory.make_room(sequence)):
                 if cancelled is not None and cancelled():
                     raise Cancelled
-                if sequence.run.num_blocks and not memory.is_next(sequence) and memory.all_wait():
-                    memory.drop(sequence)
+                if room.must_give_way(sequence):
+                    raise Preempted
                 self.pool.wait_for_room(POLL_S)
-
-    def _has_room(self, sequence: TokenSequence) -> bool:
-        """Reserve what the sequence's ids need; False where others have to give it back first.
-        Raises ContextFull where there are none."""
-        try:
-            self.pool.reserve(sequence.run, len(sequence.ids), sequence.num_cached)
-        except ContextFull:
-            if not self.memory.others_hold_blocks(sequence):
-                raise
-            return False
-        return True
+        self.pool.notify()  # whoever comes next
 
     def _forward(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
         """One pass of the model over the new tokens of several sequences."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from chatkv.engine.pool import BLOCK_TOKENS, Pool
+from chatkv.engine.room import Room
 from chatkv.engine.sequence import TokenSequence
 from chatkv.errors import ContextFull
 
@@ -26,9 +27,9 @@ class Memory:
         self._lock = pool.lock
         # From the least to the most recently used; a name is there while its KV is worth finding.
         self._named: dict[str, TokenSequence] = {}
-        self._in_use: list[TokenSequence] = []
-        self._queue: list[TokenSequence] = []  # those that wait for room, the first one first
-        pool.reclaim = self.reclaim
+        self.room = Room(self._lock)  # of those in use
+        self._asking: TokenSequence | None = None  # for whom room is being made
+        pool.reclaim = self._reclaim_for_asking
 
     def sequence(self, name: str, is_shareable: bool = True, realm: str = "") -> TokenSequence:
         """The sequence called `name` (a session), with what KV of it is still here."""
@@ -37,27 +38,33 @@ class Memory:
             return known or TokenSequence(name=name, is_shareable=is_shareable, realm=realm)
 
     @contextmanager
-    def use(self, sequence: TokenSequence) -> Iterator[None]:
-        """Keep the sequence's blocks from being taken until the block of code ends."""
-        with self._lock:
-            self._in_use.append(sequence)
-            if sequence.name is not None and self._named.get(sequence.name) is not sequence:
-                self.forget(sequence.name)
-                self._named[sequence.name] = sequence
+    def use(
+        self,
+        sequence: TokenSequence,
+        is_background: bool = False,
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> Iterator[None]:
+        """A turn uses the sequence until the block of code ends: its blocks are given to others
+        only where the turn itself gives way (`Room`). on_wait() is called when it has to wait."""
         try:
-            yield
+            with self.room.holding(sequence, is_background, on_wait):
+                with self._lock:
+                    name = sequence.name
+                    if name is not None and self._named.get(name) is not sequence:
+                        self.forget(name)
+                        self._named[name] = sequence
+                yield
         finally:
             with self._lock:
-                self._in_use.remove(sequence)
                 self._leave(sequence)
                 while self.num_idle_tokens > self.max_idle_tokens and self.reclaim():
                     pass
-                self.pool.notify()
+                self._notify()
             self.on_leave(sequence)
 
     @property
     def num_in_use(self) -> int:
-        return len(self._in_use)
+        return len(self.room)
 
     @property
     def num_idle_tokens(self) -> int:
@@ -69,15 +76,16 @@ class Memory:
         """Drop the KV of a session that is not in use: it was deleted, or is a scratch one."""
         with self._lock:
             sequence = self._named.get(name)
-            if sequence is not None and sequence not in self._in_use:
+            if sequence is not None and sequence not in self.room:
                 self.drop(sequence)
 
     def drop(self, sequence: TokenSequence) -> None:
         """Give the sequence's blocks back."""
         with self._lock:
             sequence.become(sequence.ids, 0)
-            self.pool.release(sequence.run)  # wakes those that wait
-            if sequence.name is not None and sequence not in self._in_use:
+            self.pool.release(sequence.run)
+            self._notify()
+            if sequence.name is not None and sequence not in self.room:
                 self._named.pop(sequence.name, None)
 
     def share(self, sequence: TokenSequence, ids: Sequence[int]) -> int:
@@ -100,14 +108,12 @@ class Memory:
             theirs = min(theirs, len(ids) - 1)
             if theirs - mine < BLOCK_TOKENS:
                 return 0
-            self._in_use.append(longest)  # making room must not take what is taken over
-            try:
-                sequence.become(ids, mine)
-                self.pool.adopt(sequence.run, len(ids), longest.run, mine, theirs)
+            try:  # making room must not take what is taken over
+                with self.room.holding(longest), self._making_room_for(sequence):
+                    sequence.become(ids, mine)
+                    self.pool.adopt(sequence.run, len(ids), longest.run, mine, theirs)
             except ContextFull:
                 return 0
-            finally:
-                self._in_use.remove(longest)
             if longest.version != version:  # its turn has begun to write over what was taken
                 return 0
             sequence.num_cached = theirs
@@ -121,47 +127,59 @@ class Memory:
                 self.drop(victim)
             return victim is not None
 
-    # --- waiting for room -----------------------------------------------------------------------
+    # --- room for those in use --------------------------------------------------------------------
+
+    def make_room(self, sequence: TokenSequence) -> bool:
+        """Reserve what the sequence's ids need; False where others have to give it back first.
+        Raises ContextFull where there are none."""
+        with self._lock, self._making_room_for(sequence):
+            while True:
+                try:
+                    self.pool.reserve(sequence.run, len(sequence.ids), sequence.num_cached)
+                    return True
+                except ContextFull:
+                    if (other := self.room.yielded(sequence)) is not None:
+                        other.on_displaced()
+                        self.drop(other.sequence)
+                    elif self.room.others_hold_blocks(sequence):
+                        return False
+                    else:
+                        raise
+
+    # --- inside ---------------------------------------------------------------------------------
 
     @contextmanager
-    def waiting(self, sequence: TokenSequence) -> Iterator[None]:
-        """Stand in the queue for room."""
-        with self._lock:
-            self._queue.append(sequence)
+    def _making_room_for(self, sequence: TokenSequence) -> Iterator[None]:
+        """The lock is held."""
+        before, self._asking = self._asking, sequence
         try:
             yield
         finally:
-            with self._lock:
-                self._queue.remove(sequence)
-                self.pool.notify()
+            self._asking = before
 
-    def is_next(self, sequence: TokenSequence) -> bool:
-        """Whether nobody stands in the queue in front of the sequence."""
-        with self._lock:
-            return not self._queue or self._queue[0] is sequence
+    def _reclaim_for_asking(self) -> bool:
+        """Background work takes no idle conversation's KV while it can wait for others' room."""
+        room, asking = self.room, self._asking
+        may_wait = asking is not None and room.is_background(asking)
+        if asking is not None and may_wait and room.others_hold_blocks(asking):
+            return False
+        return self.reclaim()
 
-    def others_hold_blocks(self, sequence: TokenSequence) -> bool:
-        """Whether others in use could give any back one day."""
-        with self._lock:
-            return any(other.run.num_blocks for other in self._in_use if other is not sequence)
-
-    def all_wait(self) -> bool:
-        """Whether nobody is left who goes on and gives blocks back at its end."""
-        with self._lock:
-            return all(sequence in self._queue for sequence in self._in_use)
-
-    # --- inside ---------------------------------------------------------------------------------
+    def _notify(self) -> None:
+        """Blocks were given back, or may be now."""
+        self.room.freed()
+        self.pool.notify()
 
     def _idle(self) -> list[TokenSequence]:
         return [
             sequence
             for sequence in self._named.values()
-            if sequence.run.num_blocks and sequence not in self._in_use
+            if sequence.run.num_blocks and sequence not in self.room
         ]
 
     def _leave(self, sequence: TokenSequence) -> None:
         """Make it the most recently used one; what has no name or no KV leaves nothing behind."""
-        if sequence in self._in_use:
+        if sequence in self.room:
             return
         if sequence.name is None or not sequence.run.num_blocks:
             self.drop(sequence)

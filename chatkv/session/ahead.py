@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from chatkv.engine.engine import Preempted
 from chatkv.engine.scheduler import Cancelled
 from chatkv.session.ready import Ready
 
@@ -49,7 +50,7 @@ def make_ready(
 ) -> Ready:
     """The same, telling where the KV came from and what that took. on_progress hears what a turn's
     listener would: "restore" and "prefill", done, of all."""
-    with conversation.model.engine.memory.use(conversation.sequence):
+    with conversation.model.engine.memory.use(conversation.sequence, is_background=True):
         return _prefill(conversation, draft, cancelled, system, on_progress)
 
 
@@ -68,12 +69,12 @@ def _prefill(
     if sequence.common_prefix(ids) == len(ids):
         return Ready(len(ids), reused=len(ids))
     planned = restorer.plan(sequence, ids, conversation.num_computed)
-    restored = restorer.restore(sequence, planned, partial(on_progress, "restore"))
+    restored = restorer.restore(sequence, planned, partial(on_progress, "restore"), cancelled)
     prefilled = partial(on_progress, "prefill")
     prefilled(restored.reused + restored.num_loaded, len(ids))
     try:
         conversation.model.engine.prefill(sequence, prefilled, cancelled, restored.arriving)
-    except Cancelled:
+    except (Cancelled, Preempted):  # others need the memory
         pass
     finally:
         if restored.arriving is not None:

@@ -8,7 +8,7 @@ again. Text and ids are committed to SQLite; KV is a cache beside them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +88,7 @@ class Conversation:
         then.
         """
         options, listener = options or TurnOptions(), listener or Listener()
-        with self.model.engine.memory.use(self.sequence):
+        with self._in_use(options, listener):
             grammar = self.model.grammar(options)
             text, system = _encodable(text), None if system is None else _encodable(system)
             record = TurnRecord(self.model.load_model_ms)
@@ -116,7 +116,7 @@ class Conversation:
         options, listener = options or TurnOptions(), listener or Listener()
         if not self.turns or self.turns[-1].finish_reason == "stop":
             raise UsageError("there is no answer to go on with: the last one is complete")
-        with self.model.engine.memory.use(self.sequence):
+        with self._in_use(options, listener):
             record = TurnRecord(self.model.load_model_ms)
             last, log, computed = self.turns[-1], self.log, self.num_computed
             grammar = self.model.grammar(options, last.reply_ids)
@@ -171,6 +171,9 @@ class Conversation:
             reply.finish()
             turn = self._finish(turn, reply, sampler, record)
         return self._result(turn, record, self._notices(record, checkpoints))
+
+    def _in_use(self, options: TurnOptions, listener: Listener) -> AbstractContextManager[None]:
+        return self.model.engine.memory.use(self.sequence, options.is_background, listener.waits)
 
     def _reply(self, options: TurnOptions, listener: Listener) -> Reply:
         stops = StopStrings(options.stop)
@@ -235,7 +238,7 @@ class Conversation:
         log = self.log
         self.sequence.become(log, self.sequence.common_prefix(log))
         self.model.restorer.save(self.sequence, tail=True)
-        if record.restored is not None:
+        if record.restored is not None and not record.was_preempted:
             self.model.restorer.learn(record.restored, record.num_computed, record.prefill_s)
         return turn
 

@@ -56,16 +56,32 @@ class Generation:
     reply: Reply
     record: TurnRecord
     max_ids: int
+    _has_begun: bool = False  # to answer
+
+    def __post_init__(self) -> None:
+        show, room = self.reply.on_text, self.model.engine.memory.room
+
+        def save() -> None:
+            self.model.restorer.save(self.sequence, tail=True)
+
+        def show_away(text: str) -> None:
+            with room.away(self.sequence, save):
+                show(text)
+
+        self.reply.on_text = show_away
 
     def run(self, planned: Planned) -> None:
         """From the plan to the last token. Raises Cancelled; then `reply` holds what was made."""
         self._restore(planned)
-        logits = self._prefill()
+        compute = self._prefill
         while True:
             try:
+                logits = compute()
+                self._has_begun = True
                 return self._decode(logits)
             except Preempted:
-                logits = self._come_back()
+                self.record.was_preempted = True
+                compute = self._come_back
 
     def _restore(self, planned: Planned) -> None:
         """Bring back the KV of the history, as planned."""
@@ -83,17 +99,11 @@ class Generation:
 
     def _prefill(self) -> Tensor:
         """Compute what has no KV yet, saving block by block; the logits after the last token."""
-
-        def progress(done: int, total: int) -> None:
-            self.record.chunk_done(done)
-            self.model.restorer.save(self.sequence)
-            self.listener.on_progress("prefill", done, total)
-
         arriving = self.record.restored.arriving if self.record.restored else None
         try:
             return self.model.engine.prefill(
                 self.sequence,
-                progress,
+                self._prefilled,
                 self.listener.cancelled,
                 arriving,
                 self.options.is_background,
@@ -101,6 +111,11 @@ class Generation:
         finally:
             if arriving is not None:
                 arriving.close()
+
+    def _prefilled(self, done: int, total: int) -> None:
+        self.record.chunk_done(done)
+        self.model.restorer.save(self.sequence)
+        self.listener.on_progress("prefill", done, total)
 
     def _decode(self, logits: Tensor) -> None:
         """Sample until a stop token, a stop string, the limit or a cancel."""
@@ -127,16 +142,21 @@ class Generation:
     def _come_back(self) -> Tensor:
         """Others needed the memory: give it to them, and go on when there is room again."""
         restorer, ids = self.model.restorer, list(self.sequence.ids)
+        num_computed = len(ids) - 1 if self._has_begun else self.sequence.num_cached
         restorer.swap_out(self.sequence)
-        self.listener.on_progress("waiting for memory", 0, 1)
         self.model.engine.reserve(self.sequence, self.listener.cancelled)
         planned = restorer.plan(
-            self.sequence, ids, len(ids) - 1, self.options.restore, self.options.exact
+            self.sequence, ids, num_computed, self.options.restore, self.options.exact
         )
-        arriving = restorer.restore(self.sequence, planned).arriving
+        restored = restorer.restore(self.sequence, planned, None, self.listener.cancelled)
+        arriving = restored.arriving
         try:
             return self.model.engine.prefill(
-                self.sequence, None, self.listener.cancelled, arriving, self.options.is_background
+                self.sequence,
+                None if self._has_begun else self._prefilled,
+                self.listener.cancelled,
+                arriving,
+                self.options.is_background,
             )
         finally:
             if arriving is not None:

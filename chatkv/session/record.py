@@ -29,6 +29,7 @@ class TurnRecord:
     restored: Restored | None = None
     num_computed: int = 0
     last_logits: Tensor | None = None
+    was_preempted: bool = False  # its times are those of others too
     _began: float = field(default_factory=_now)
     _restored_at: float | None = None
     _prefilled_at: float | None = None

@@ -49,7 +49,7 @@ def go_on(
     generation = Generation(
         model, sequence, options, listener, sampler, reply, record, options.max_tokens
     )
-    with model.engine.memory.use(sequence):
+    with model.engine.memory.use(sequence, options.is_background, listener.waits):
         try:
             generation.run(model.restorer.plan(sequence, ids, history=0))
         except Cancelled:

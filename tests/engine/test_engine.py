@@ -139,10 +139,10 @@ def test_turns_get_room_in_the_order_in_which_they_asked() -> None:
         answer(engine, some_ids(length, 1), 1, on_token=lambda token: order.append(name))
 
     big = Turn(lambda: take("big", 350))
-    while len(engine.memory._queue) < 1:
+    while engine.memory.room.num_waiting < 1:
         threading.Event().wait(0.005)
     small = Turn(lambda: take("small", 10))  # would fit, and is not to pass the big one for ever
-    while len(engine.memory._queue) < 2:
+    while engine.memory.room.num_waiting < 2:
         threading.Event().wait(0.005)
     goes_on.set()
     for turn in (holder, big, small):
@@ -213,7 +213,7 @@ def test_an_error_reaches_every_turn_of_its_step_and_no_other(
     monkeypatch.setattr(
         engine.decoder,
         "forward",
-        lambda ids, spans, **_: 1 / 0 if poison in ids.tolist() else forward(ids, spans),
+        lambda ids, spans: 1 / 0 if poison in ids.tolist() else forward(ids, spans),
     )
     goes_on, running = threading.Event(), threading.Event()
 

@@ -171,7 +171,7 @@ def test_one_that_waits_for_room_can_be_cancelled(
         waiting = Turn(
             lambda: talk(runtime, [STORY * 2], GREEDY, Listener(cancelled=is_cancelled.is_set))
         )
-        while not runtime.engine.memory._queue:
+        while not runtime.engine.memory.room.num_waiting:
             threading.Event().wait(0.005)
         is_cancelled.set()
         cancelled: Any = waiting.result()
