@@ -65,7 +65,10 @@ class Library:
             with suppress(StoreError):
                 self._store.recover()  # say "interrupted" of a turn whose process is gone
             session = find(self._hub, request, request.path_params["id"])
-            turns = [] if _is_unsaid(self._hub, session) else self._store.tree(session.id)
+            turns: list[Turn] = []
+            if not _is_unsaid(self._hub, session):  # what is open knows its head as it was
+                session = self._store.get_session(session.id)
+                turns = self._store.tree(session.id)
             models = self._hub.status()["models"]
             limits = {model["model"]: model["context"] for model in models}
             return _row(session) | {
