@@ -29,6 +29,7 @@ COMMANDS = {
     "resume": ("chatkv.cli.chat:resume", "Go on with a conversation."),
     "ask": ("chatkv.cli.ask:ask", "Ask one question and print the answer."),
     "serve": ("chatkv.cli.serve:serve", "Be the engine that all of chatkv talks to."),
+    "desktop": ("chatkv.cli.desktop:desktop", "Open the chat page in a window of its own."),
     "status": ("chatkv.cli.serve:status", "Show what the engine has loaded and is doing."),
     "stop": ("chatkv.cli.serve:stop", "End the engine, once all is saved."),
     "sessions": ("chatkv.cli.sessions:sessions", "List, search, read, delete and fork."),

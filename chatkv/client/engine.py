@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,12 @@ class Engine:
     def is_ours(self) -> bool:
         """Whether it speaks this version's language."""
         return self.status.get("version") == __version__
+
+    @property
+    def urls(self) -> list[str]:
+        """Where it serves others than chatkv's own programs, as this machine reaches it."""
+        urls = self.status.get("urls", ())
+        return [url.replace("//0.0.0.0", "//127.0.0.1").replace("[::]", "[::1]") for url in urls]
 
     @property
     def is_answering(self) -> bool:
@@ -91,6 +98,32 @@ def start(folders: Folders) -> Link:
     )
 
 
+def serving(folders: Folders, options: Sequence[str] = ()) -> str:
+    """The address of the engine that serves pages and other programs; where none does, one is
+    started as `chatkv serve OPTIONS`, and an idle one makes way for it.
+
+    Raises EngineGone, EngineBusy, and OSError where its folder cannot be written.
+    """
+    folders.make()
+    found = find(folders)
+    if found is not None and found.is_ours and found.urls:
+        return found.urls[0]
+    if found is not None:
+        _end_idle(folders, found)
+    process = _spawn(folders.engine_log, ["serve", *options])
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if (found := find(folders)) is not None and found.urls:
+            return found.urls[0]
+        if process.poll() is not None:
+            said = _last_line(folders.engine_log).removeprefix("chatkv: ")
+            raise EngineGone(f"the server did not start: {said or folders.engine_log}")
+        time.sleep(_POLL_S)
+    raise EngineGone(
+        f"the server did not answer within {START_S:.0f} s: {folders.engine_log} may say why"
+    )
+
+
 def stop(folders: Folders, force: bool = False) -> bool:
     """End the engine, once it has saved everything; False where none runs. Raises what it says
     where something cannot be saved, unless by `force`."""
@@ -133,13 +166,15 @@ def _end_idle(folders: Folders, found: Engine) -> bool:
     return stop(folders)
 
 
-def _spawn(log: Path) -> subprocess.Popen[bytes]:
+def _spawn(
+    log: Path, arguments: Sequence[str] = ("serve", "--socket-only")
+) -> subprocess.Popen[bytes]:
     paths = {name: os.path.abspath(os.environ[name]) for name in _PATHS if os.environ.get(name)}
     with open(log, "ab") as output:
         if output.tell() > _LOG_BYTES:
             output.truncate(0)
         return subprocess.Popen(
-            [sys.executable, "-m", "chatkv", "serve", "--socket-only"],
+            [sys.executable, "-m", "chatkv", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
