@@ -103,8 +103,10 @@ async def _serve(
 ) -> None:
     import uvicorn
     from starlette.applications import Starlette
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
     from chatkv.server.api import application
+    from chatkv.server.bounded import bounded
     from chatkv.server.hub import Hub
     from chatkv.server.own import EXCEPTION_HANDLERS, OwnApi
 
@@ -132,6 +134,8 @@ async def _serve(
         Server(
             uvicorn.Config(
                 app,
+                http=protocol,
+                ws="none",
                 log_level="warning",
                 lifespan="off",
                 timeout_graceful_shutdown=5,
@@ -139,7 +143,7 @@ async def _serve(
                 server_header=False,
             )
         )
-        for app in apps
+        for app, protocol in zip(apps, (H11Protocol, bounded()), strict=False)
     ]
     watch = asyncio.create_task(_watch(hub, apps, end, idle_s))
     loop = asyncio.get_running_loop()
