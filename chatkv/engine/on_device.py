@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
 
 from chatkv.engine.engine import Engine
 from chatkv.engine.ledger import Ledger, fit
@@ -14,12 +13,13 @@ from chatkv.engine.pool import BLOCK_TOKENS
 from chatkv.engine.runner import PagedRunner
 from chatkv.model.config import ModelConfig
 from chatkv.model.decoder import Decoder
+from chatkv.model.weights import Weight, dense_weight
 
 
 def engine_on(
     device: torch.device,
     config: ModelConfig,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Weight],
     free_bytes: int,
     most_tokens: int,
     staging: int,
@@ -31,7 +31,7 @@ def engine_on(
     on_progress(done, total) is told of each layer. Raises ModelError, with nothing allocated,
     where the model does not fit.
     """
-    dtype = weights["model.embed_tokens.weight"].dtype
+    dtype = dense_weight(weights["model.norm.weight"]).dtype
     most_blocks = -(-most_tokens // BLOCK_TOKENS)
     num_blocks, ledger = fit(config, dtype.itemsize, free_bytes, most_blocks, staging)
     max_position = min(config.max_position, num_blocks * BLOCK_TOKENS)

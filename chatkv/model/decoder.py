@@ -16,7 +16,10 @@ from chatkv.model.batch import Attention, Batch, PagedBatch, Span, SpanBatch
 from chatkv.model.config import ModelConfig
 from chatkv.model.linear import Linear
 from chatkv.model.norm import RmsNorm
+from chatkv.model.quantise import join, to_device
+from chatkv.model.quantised_linear import FewRows, QuantisedLinear, always_few
 from chatkv.model.rope import RopeTable
+from chatkv.model.weights import Weight, dense_weight
 from chatkv_kernels.rms_norm import add_rms_norm
 from chatkv_kernels.silu_mul import silu_mul
 
@@ -24,35 +27,38 @@ from chatkv_kernels.silu_mul import silu_mul
 class Decoder:
     """One model on one device, ready to compute.
 
-    weights: tensors under their HF checkpoint names, all of one dtype; max_position: how many
-    positions the rotary tables cover; fused: norms and gates are those of `chatkv_kernels`, by
-    default everywhere but on a CPU, where the library's own are faster. on_progress(done, total)
-    is told of each layer whose weights are on the device.
+    weights: tensors under their HF checkpoint names, all of one dtype or quantised; max_position:
+    how many positions the rotary tables cover; fused: norms and gates are those of
+    `chatkv_kernels`, by default everywhere but on a CPU, where the library's own are faster.
+    few_rows, keeps_dense: of quantised ones, see `QuantisedLinear`. on_progress(done, total) is
+    told of each layer whose weights are on the device.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Weight],
         max_position: int | None = None,
         device: torch.device | str = "cpu",
         fused: bool | None = None,
         on_progress: Callable[[int, int], None] | None = None,
+        keeps_dense: bool = True,
+        few_rows: FewRows = always_few,
     ) -> None:
         self.config = config
         self.device = torch.device(device)
         fused = self.device.type != "cpu" if fused is None else fused
-        embedding = weights["model.embed_tokens.weight"].to(self.device)
+        made = _Weights(weights, self.device, keeps_dense, few_rows)
+        embedding = made.tensor("model.embed_tokens.weight")
         self.dtype = embedding.dtype
         self.embedding = embedding
-        self.norm = RmsNorm(weights["model.norm.weight"].to(self.device), config.norm_eps, fused)
-        head = embedding if config.tie_embeddings else weights["lm_head.weight"]
-        self.head = Linear(head.to(self.device))
+        self.norm = RmsNorm(made.tensor("model.norm.weight"), config.norm_eps, fused)
+        self.head = Linear(embedding if config.tie_embeddings else made.tensor("lm_head.weight"))
         self.max_position = max_position or config.max_position
         self.rope = RopeTable(config, self.max_position, self.dtype, self.device)
         self.layers: list[_Layer] = []
         for index in range(config.num_layers):
-            self.layers.append(_Layer(config, weights, index, self.rope, self.device, fused))
+            self.layers.append(_Layer(config, made, index, self.rope, fused))
             if on_progress is not None:
                 on_progress(index + 1, config.num_layers)
 
@@ -82,32 +88,52 @@ class Decoder:
         return self.head(self.norm(hidden)).float()
 
 
+class _Weights:
+    """Weights by name, on their device, as what computes with them."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, Weight],
+        device: torch.device,
+        keeps_dense: bool,
+        few_rows: FewRows,
+    ) -> None:
+        self._weights, self._device = weights, device
+        self._keeps_dense, self._few_rows = keeps_dense, few_rows
+
+    def tensor(self, name: str) -> Tensor:
+        return dense_weight(self._weights[name]).to(self._device)
+
+    def linear(self, names: Sequence[str], has_bias: bool) -> Linear | QuantisedLinear:
+        """Matrices that read the same input, as one."""
+        bias = torch.cat([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
+        matrices = [self._weights[f"{name}.weight"] for name in names]
+        quantised = [one for one in matrices if not isinstance(one, Tensor)]
+        if not quantised:
+            return Linear(torch.cat([self.tensor(f"{name}.weight") for name in names]), bias)
+        joined = to_device(join(quantised), self._device)
+        dtype = self.tensor("model.norm.weight").dtype
+        return QuantisedLinear(joined, bias, dtype, self._keeps_dense, self._few_rows)
+
+
 class _Layer:
     """Attention and MLP of one layer, each behind its norm and added to the residual stream."""
 
     def __init__(
         self,
         config: ModelConfig,
-        weights: Mapping[str, Tensor],
+        weights: _Weights,
         index: int,
         rope: RopeTable,
-        device: torch.device,
         fused: bool,
     ) -> None:
         prefix = f"model.layers.{index}."
 
-        def get(name: str) -> Tensor:
-            return weights[prefix + name].to(device)
-
-        def joined(names: Sequence[str], bias: bool) -> Linear:
-            """Matrices that read the same input, as one."""
-            return Linear(
-                torch.cat([get(f"{name}.weight") for name in names]),
-                torch.cat([get(f"{name}.bias") for name in names]) if bias else None,
-            )
+        def joined(names: Sequence[str], has_bias: bool) -> Linear | QuantisedLinear:
+            return weights.linear([prefix + name for name in names], has_bias)
 
         def norm(name: str) -> RmsNorm:
-            return RmsNorm(get(f"{name}.weight"), config.norm_eps, fused)
+            return RmsNorm(weights.tensor(f"{prefix}{name}.weight"), config.norm_eps, fused)
 
         self._heads = config.num_heads + 2 * config.num_kv_heads, config.head_dim
         self._fused = fused

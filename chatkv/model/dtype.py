@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,15 +25,20 @@ def choose_dtype(cache: Path, device: torch.device) -> Dtype:
         return "bfloat16"
     if not packs_on_cpu(torch.bfloat16):
         return "float32"
-    key = f"{_cpu_name()}/{torch.get_num_threads()} threads/torch {torch.__version__}"
+    key = cpu_key()
     path = cache / "dtype.json"
-    known = _read(path)
+    known = read_note(path)
     if known.get(key) not in ("bfloat16", "float32"):
         # KV in bfloat16 takes half the room, so float32 has to be clearly faster.
         is_slow = _decode_s(torch.bfloat16) > _WORTH * _decode_s(torch.float32)
         known[key] = "float32" if is_slow else "bfloat16"
         write_note(path, json.dumps(known, indent=1))
     return "bfloat16" if known[key] == "bfloat16" else "float32"
+
+
+def cpu_key() -> str:
+    """What measurements on a CPU are remembered for."""
+    return f"{_cpu_name()}/{torch.get_num_threads()} threads/torch {torch.__version__}"
 
 
 def _decode_s(dtype: torch.dtype) -> float:
@@ -61,7 +67,8 @@ def _cpu_name() -> str:
         return "cpu"
 
 
-def _read(path: Path) -> dict[str, str]:
+def read_note(path: Path) -> dict[str, Any]:
+    """What was remembered; nothing where that is damaged or not there."""
     try:
         known = json.loads(path.read_text())
     except (OSError, ValueError):

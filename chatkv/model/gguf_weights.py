@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -10,9 +12,11 @@ import torch
 from chatkv.errors import ModelError
 from chatkv.model.config import ModelConfig
 from chatkv.model.gguf_file import GGUFFile
+from chatkv.model.gguf_packed import unpack, weight4
 from chatkv.model.one_line import one_line
 from chatkv.model.tensor_file import TensorSource
 from chatkv.model.weights import expected_shapes
+from chatkv_kernels.linear_quantised import Weight4
 
 _OUTSIDE = {
     "token_embd": "model.embed_tokens",
@@ -36,7 +40,14 @@ _IN_LAYER = {
 _IGNORED = {"rope_freqs.weight"}
 
 
-def tensor_sources(file: GGUFFile, config: ModelConfig) -> list[TensorSource]:
+@dataclass(frozen=True)
+class GGUFSource(TensorSource):
+    """`packed` gives a matrix of 4 bits as it is stored; None where it is stored in another way."""
+
+    packed: Callable[[], Weight4 | None] = lambda: None
+
+
+def tensor_sources(file: GGUFFile, config: ModelConfig) -> list[GGUFSource]:
     """Every tensor that `config` asks for, to be dequantised to float32 when its turn comes.
 
     Raises ModelError for a missing, misshaped or unknown tensor.
@@ -78,13 +89,22 @@ def _hf_name(file: GGUFFile, name: str) -> str:
 
 def _source(
     file: GGUFFile, config: ModelConfig, name: str, shape: tuple[int, ...], tensor: Any
-) -> TensorSource:
+) -> GGUFSource:
     num_heads = 0
     if config.architecture == "llama":  # llama.cpp permutes this architecture's q and k alone
         if ".q_proj." in name:
             num_heads = config.num_heads
         elif ".k_proj." in name:
             num_heads = config.num_kv_heads
+
+    def packed() -> Weight4 | None:
+        found = unpack(tensor)
+        if found is None:
+            return None
+        codes, scales, least = found
+        if num_heads:
+            codes, scales, least = (unpermute(rows, num_heads) for rows in (codes, scales, least))
+        return weight4(codes, scales, least)
 
     def load() -> torch.Tensor:
         import gguf
@@ -101,7 +121,7 @@ def _source(
             values = unpermute(values, num_heads)
         return torch.from_numpy(numpy.ascontiguousarray(values))
 
-    return TensorSource(name, shape, load)
+    return GGUFSource(name, shape, load, packed=packed)
 
 
 def unpermute(rows: numpy.ndarray[Any, Any], num_heads: int) -> numpy.ndarray[Any, Any]:

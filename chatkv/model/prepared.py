@@ -2,7 +2,8 @@
 
 A GGUF is converted once: dequantised, renamed, its tokenizer rebuilt, all written to one folder
 below `models_dir` that later starts only map (SmolLM2: 4 s once, under 1 ms from then on).
-A Hugging Face checkpoint already has that form and is read where it lies.
+A Hugging Face checkpoint already has that form and is read where it lies. Where weights are to be
+quantised, that too is done once and written, the checkpoint's as well.
 """
 
 from __future__ import annotations
@@ -14,17 +15,22 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from chatkv.errors import ModelError
 from chatkv.model.catalog import ModelFiles
 from chatkv.model.config import ModelConfig
 from chatkv.model.identity import Progress, weights_digest
 
+if TYPE_CHECKING:
+    from chatkv.model.tensor_file import TensorSource
+
 Dtype = Literal["bfloat16", "float16", "float32"]
+Quantised = Literal["int8", "fp8", "int4"]
 
 # Raised whenever what is written, or how it is converted, changes; older folders are made anew.
 FORMAT = 1
@@ -36,7 +42,8 @@ _RECORD, _TOKENIZER, _WEIGHTS = "prepared.json", "tokenizer.json", "model.safete
 class PreparedModel:
     """Everything about a model but its tensors.
 
-    `weights_digest` names the weights as they are computed with: files, conversion and dtype.
+    `weights_digest` names the weights as they are computed with: files, conversion, dtype and
+    quantisation. `quantised` says how projections are stored, None where they are of the dtype.
     `special_tokens`: "bos_token", "eos_token", ... -> text, as chat templates use them.
     `template` is the chat template's source, None where the model has none.
     """
@@ -51,6 +58,7 @@ class PreparedModel:
     template: str | None
     special_tokens: dict[str, str]
     eos_ids: tuple[int, ...]
+    quantised: Quantised | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,11 @@ class _Record:
 
 
 def prepare(
-    files: ModelFiles, dtype: Dtype, models_dir: Path, progress: Progress | None = None
+    files: ModelFiles,
+    dtype: Dtype,
+    models_dir: Path,
+    progress: Progress | None = None,
+    quantised: Quantised | None = None,
 ) -> PreparedModel:
     """The model in `files`, ready to run in `dtype`; converted first where that was not done yet.
 
@@ -74,24 +86,28 @@ def prepare(
     Raises ModelError for a model that cannot be read or is not supported, and for a full disk.
     """
     files_digest = weights_digest(files.files, models_dir, progress)
-    digest = hashlib.sha256(f"{files.kind}:{FORMAT}:{dtype}:".encode() + files_digest).digest()
+    stored = dtype if quantised is None else f"{dtype}-{quantised}"
+    digest = hashlib.sha256(f"{files.kind}:{FORMAT}:{stored}:".encode() + files_digest).digest()
+    folder = models_dir / f"{files_digest.hex()[:32]}-{stored}"
     if files.kind == "hf":
         from chatkv.model.hf_checkpoint import read_checkpoint
 
-        checkpoint = read_checkpoint(files.path)
-        return PreparedModel(
+        prepared = PreparedModel(
             name=files.name,
             folder=files.path,
             dtype=dtype,
             weights_digest=digest,
             weights=files.files,
-            **checkpoint,
+            **read_checkpoint(files.path),
         )
+        if quantised is None:
+            return prepared
+        return _quantised_once(prepared, quantised, folder, progress)
 
-    folder = models_dir / f"{files_digest.hex()[:32]}-{dtype}"
-    record = _read_record(folder)
-    if record is None:
-        record = _convert_once(files, dtype, folder, progress)
+    def convert(made: Path) -> _Record:
+        return _convert_gguf(files, dtype, quantised, made, progress)
+
+    record = _read_record(folder) or _make_once(files.name, folder, convert)
     return PreparedModel(
         name=files.name,
         folder=folder,
@@ -103,6 +119,7 @@ def prepare(
         template=record.template,
         special_tokens=record.special_tokens,
         eos_ids=tuple(record.eos_ids),
+        quantised=quantised,
     )
 
 
@@ -114,16 +131,16 @@ def _read_record(folder: Path) -> _Record | None:
             return None
         record = _Record(**fields)
         ModelConfig.from_json(record.config)
-        sizes = {name: (folder / name).stat().st_size for name in (_TOKENIZER, _WEIGHTS)}
-        return record if sizes == record.file_sizes else None
+        is_whole = _WEIGHTS in record.file_sizes and all(
+            (folder / name).stat().st_size == size for name, size in record.file_sizes.items()
+        )
+        return record if is_whole else None
     except (OSError, ValueError, TypeError, AttributeError):
         return None
 
 
-def _convert_once(
-    files: ModelFiles, dtype: Dtype, folder: Path, progress: Progress | None
-) -> _Record:
-    """Convert into a temporary folder, renamed to `folder`, unless another process just has."""
+def _make_once(name: str, folder: Path, make: Callable[[Path], _Record]) -> _Record:
+    """Make a temporary folder, renamed to `folder`, unless another process just has."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_suffix(".lock")):
@@ -134,7 +151,7 @@ def _convert_once(
                 shutil.rmtree(leftover, ignore_errors=True)
             temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
             try:
-                record = _convert_gguf(files, dtype, temporary, progress)
+                record = make(temporary)
                 if folder.exists():
                     # Moved aside first: a process that runs on it keeps its mapping.
                     folder.rename(temporary / "replaced")
@@ -146,18 +163,72 @@ def _convert_once(
                 raise
     except OSError as error:
         raise ModelError(
-            f"cannot prepare {files.name} in {folder.parent}: {error.strerror or error}"
+            f"cannot prepare {name} in {folder.parent}: {error.strerror or error}"
         ) from error
     return record
 
 
 def _convert_gguf(
-    files: ModelFiles, dtype: Dtype, folder: Path, progress: Progress | None
+    files: ModelFiles,
+    dtype: Dtype,
+    quantised: Quantised | None,
+    folder: Path,
+    progress: Progress | None,
 ) -> _Record:
     from chatkv.model.gguf_config import config_from_gguf
     from chatkv.model.gguf_file import open_gguf
     from chatkv.model.gguf_tokenizer import tokenizer_from_gguf
     from chatkv.model.gguf_weights import tensor_sources
+
+    file = open_gguf(files.path)
+    config = config_from_gguf(file)
+    sources = tensor_sources(file, config)
+    tokenizer = tokenizer_from_gguf(file)
+    (folder / _TOKENIZER).write_text(tokenizer.to_str(), encoding="utf-8")
+    _write_weights(folder, sources, dtype, quantised, progress)
+
+    template = file.metadata.get("tokenizer.chat_template")
+    return _recorded(
+        folder,
+        config,
+        template if isinstance(template, str) and template.strip() else None,
+        _special_tokens(file.metadata),
+        _eos_ids(file.metadata),
+    )
+
+
+def _quantised_once(
+    dense: PreparedModel, quantised: Quantised, folder: Path, progress: Progress | None
+) -> PreparedModel:
+    """A checkpoint whose projections are quantised into `folder`, where they are not yet."""
+
+    def make(made: Path) -> _Record:
+        from chatkv.model.tensor_file import TensorSource
+        from chatkv.model.weights import dense_weight, expected_shapes, load_weights
+
+        shapes = expected_shapes(dense.config)
+        sources = [
+            TensorSource(name, shapes[name], partial(dense_weight, tensor))
+            for name, tensor in load_weights(dense).items()
+        ]
+        _write_weights(made, sources, dense.dtype, quantised, progress)
+        return _recorded(
+            made, dense.config, dense.template, dense.special_tokens, list(dense.eos_ids)
+        )
+
+    if _read_record(folder) is None:
+        _make_once(dense.name, folder, make)
+    return replace(dense, folder=folder, weights=(folder / _WEIGHTS,), quantised=quantised)
+
+
+def _write_weights(
+    folder: Path,
+    sources: Sequence[TensorSource],
+    dtype: Dtype,
+    quantised: Quantised | None,
+    progress: Progress | None,
+) -> None:
+    from chatkv.model.quantise import quantised_sources
     from chatkv.model.tensor_file import write_safetensors
     from chatkv.model.weights import TORCH_DTYPES
 
@@ -166,21 +237,26 @@ def _convert_gguf(
             progress("preparing the model", done, total)
 
     written(0, 1)
-    file = open_gguf(files.path)
-    config = config_from_gguf(file)
-    sources = tensor_sources(file, config)
-    tokenizer = tokenizer_from_gguf(file)
-    (folder / _TOKENIZER).write_text(tokenizer.to_str(), encoding="utf-8")
+    if quantised is not None:
+        sources = quantised_sources(sources, quantised)
     write_safetensors(folder / _WEIGHTS, sources, TORCH_DTYPES[dtype], written)
 
-    template = file.metadata.get("tokenizer.chat_template")
+
+def _recorded(
+    folder: Path,
+    config: ModelConfig,
+    template: str | None,
+    special_tokens: dict[str, str],
+    eos_ids: list[int],
+) -> _Record:
+    """Write the record of a folder whose other files are all there."""
     record = _Record(
         format=FORMAT,
         config=config.to_json(),
-        template=template if isinstance(template, str) and template.strip() else None,
-        special_tokens=_special_tokens(file.metadata),
-        eos_ids=_eos_ids(file.metadata),
-        file_sizes={name: (folder / name).stat().st_size for name in (_TOKENIZER, _WEIGHTS)},
+        template=template,
+        special_tokens=special_tokens,
+        eos_ids=eos_ids,
+        file_sizes={file.name: file.stat().st_size for file in folder.iterdir()},
     )
     with (folder / _RECORD).open("w", encoding="utf-8") as out:
         json.dump(asdict(record), out, indent=1)

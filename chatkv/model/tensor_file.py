@@ -16,7 +16,14 @@ from pathlib import Path
 
 import torch
 
-_DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+_DTYPE_NAMES = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int16: "I16",
+    torch.int8: "I8",
+}
 # Tensors are mapped straight from the page cache; data that begins on a page keeps every tensor
 # whose size is a multiple of 64 bytes aligned for vector loads (the library's own writer: 8).
 _DATA_ALIGNMENT = 4096
@@ -24,11 +31,13 @@ _DATA_ALIGNMENT = 4096
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor to be written: its name and shape now, its values when their turn comes."""
+    """A tensor to be written: its name and shape now, its values when their turn comes; `dtype`
+    None where it is the file's."""
 
     name: str
     shape: tuple[int, ...]
     load: Callable[[], torch.Tensor]
+    dtype: torch.dtype | None = None
 
 
 def write_safetensors(
@@ -37,16 +46,17 @@ def write_safetensors(
     dtype: torch.dtype,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write all `sources` as `dtype` to `path` and sync them to the disk.
+    """Write all `sources` to `path`, as `dtype` where they name none, and sync them to the disk.
 
     `progress` is called with (bytes done, bytes in all) after each tensor.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for source in sources:
-        start, end = end, end + prod(source.shape) * dtype.itemsize
+        stored = source.dtype or dtype
+        start, end = end, end + prod(source.shape) * stored.itemsize
         header[source.name] = {
-            "dtype": _DTYPE_NAMES[dtype],
+            "dtype": _DTYPE_NAMES[stored],
             "shape": list(source.shape),
             "data_offsets": [start, end],
         }
@@ -57,7 +67,7 @@ def write_safetensors(
     with path.open("wb") as out:
         out.write(struct.pack("<Q", len(text)) + text)
         for source in sources:
-            tensor = source.load().to(dtype).contiguous()
+            tensor = source.load().to(source.dtype or dtype).contiguous()
             assert tuple(tensor.shape) == source.shape, source.name
             done += out.write(tensor.view(torch.uint8).numpy().data)
             if progress:

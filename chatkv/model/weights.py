@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from chatkv.errors import ModelError
 from chatkv.model.config import ModelConfig
 from chatkv.model.one_line import one_line
+from chatkv.model.quantise import QuantisedWeight, from_parts, is_quantised, part_names
 
 if TYPE_CHECKING:
     from chatkv.model.prepared import PreparedModel
+
+Weight: TypeAlias = torch.Tensor | QuantisedWeight
 
 TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -60,17 +63,21 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def load_weights(prepared: PreparedModel) -> Mapping[str, torch.Tensor]:
-    """Every tensor of `expected_shapes(prepared.config)`, in the dtype it was prepared for.
+def load_weights(prepared: PreparedModel) -> Mapping[str, Weight]:
+    """Every tensor of `expected_shapes(prepared.config)`, in the dtype it was prepared for or
+    quantised.
 
     Tensors stored in that dtype are mapped (do not write to them); others are converted now.
     Raises ModelError for a damaged file and for a missing, misshaped or unknown tensor.
     """
     dtype = TORCH_DTYPES[prepared.dtype]
     shapes = expected_shapes(prepared.config)
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Weight] = {}
     for file in prepared.weights:
-        for name, tensor in _map_file(file).items():
+        found = _map_file(file)
+        if prepared.quantised is not None:
+            tensors |= _take_quantised(file, found, shapes)
+        for name, tensor in found.items():
             if name in shapes:
                 tensors[name] = _checked(file, name, tensor, shapes[name], dtype)
             elif not _harmless(name, prepared.config):
@@ -83,6 +90,27 @@ def load_weights(prepared: PreparedModel) -> Mapping[str, torch.Tensor]:
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(f"{prepared.folder} lacks the tensor {missing[0]}{others}")
     return tensors
+
+
+def dense_weight(weight: Weight) -> torch.Tensor:
+    """One that is not quantised."""
+    assert isinstance(weight, torch.Tensor)
+    return weight
+
+
+def _take_quantised(
+    file: Path, found: dict[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, QuantisedWeight]:
+    """The quantised matrices among `found`, whose parts are taken out of it."""
+    taken = {}
+    for name in filter(is_quantised, shapes):
+        weight = from_parts(found, name, shapes[name])
+        if weight is None:
+            raise ModelError(f"{file}: {name} is not there as it was quantised")
+        taken[name] = weight
+        for part in part_names(name):
+            found.pop(part, None)
+    return taken
 
 
 def _map_file(file: Path) -> dict[str, torch.Tensor]:

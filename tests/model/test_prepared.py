@@ -43,9 +43,9 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     folders: list[Path] = []
     original = prepared_module._convert_gguf
 
-    def convert(files: Any, dtype: Any, folder: Path, progress: Any) -> Any:
+    def convert(files: Any, dtype: Any, quantised: Any, folder: Path, progress: Any) -> Any:
         folders.append(folder)
-        return original(files, dtype, folder, progress)
+        return original(files, dtype, quantised, folder, progress)
 
     monkeypatch.setattr(prepared_module, "_convert_gguf", convert)
     return folders

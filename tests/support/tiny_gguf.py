@@ -34,12 +34,12 @@ def write_gguf(
     path: Path,
     checkpoint: Path,
     *,
-    quantised: bool = False,
+    quantised: str | None = None,
     metadata: Mapping[str, Any] | None = None,
     without: Sequence[str] = (),
     tensors: Mapping[str, np.ndarray[Any, Any]] | None = None,
 ) -> Path:
-    """Write the tiny checkpoint as `path`; matrices as Q8_0 where `quantised`, else as F32.
+    """Write the tiny checkpoint as `path`; matrices as `quantised` ("Q8_0", ...), else as F32.
 
     `metadata` adds or replaces values, `without` leaves out values and tensors by name, `tensors`
     adds or replaces tensors by GGUF name.
@@ -56,8 +56,8 @@ def write_gguf(
     for name, tensor in packed.items():
         if name in without:
             continue
-        if quantised and tensor.ndim == 2:
-            kind = gguf.GGMLQuantizationType.Q8_0
+        if quantised is not None and tensor.ndim == 2:
+            kind = gguf.GGMLQuantizationType[quantised]
             writer.add_tensor(name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, tensor)

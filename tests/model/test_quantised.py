@@ -1,0 +1,254 @@
+"""Weights of 8 and 4 bits: what is stored, what is computed with it, and which weights they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from chatkv.engine.engine import Engine
+from chatkv.engine.pool import BlockPool
+from chatkv.errors import ModelError
+from chatkv.model.catalog import find_model
+from chatkv.model.decoder import Decoder
+from chatkv.model.few_rows import MeasuredRows
+from chatkv.model.gguf_packed import unpack, weight4
+from chatkv.model.prepared import PreparedModel, Quantised, prepare
+from chatkv.model.quantise import QuantisedWeight, join, quantise
+from chatkv.model.quantised_linear import QuantisedLinear, dequantised
+from chatkv.model.weights import load_weights
+from chatkv_kernels.linear_quantised import dequantise_weight_int4
+from small_engine import answer
+from tiny_gguf import write_gguf
+
+Checkpoint = Callable[..., Path]
+KINDS: tuple[Quantised, ...] = ("int8", "fp8", "int4")
+# Largest error of a weight, as a share of the largest weight of its output or group.
+ERRORS = {"int8": 0.5 / 127, "fp8": 1 / 16, "int4": 1 / 15}
+
+
+def packed_tensor(kind: str, num_out: int, num_in: int, seed: int = 0) -> Any:
+    """A matrix in a GGUF type as the gguf package reads it: random bytes, sound scales, and a group
+    whose scale is zero."""
+    rng = np.random.default_rng(seed)
+    block, size, num_scales = {"Q4_0": (32, 18, 1), "Q4_1": (32, 20, 2), "Q4_K": (256, 144, 2)}[
+        kind
+    ]
+    blocks = rng.integers(0, 256, (num_out, num_in // block, size), dtype=np.uint8)
+    scales = (rng.standard_normal((*blocks.shape[:2], num_scales)) * 0.02).astype(np.float16)
+    scales[0, 0, 0] = 0
+    blocks[..., : 2 * num_scales] = scales.view(np.uint8)
+    return SimpleNamespace(
+        tensor_type=gguf.GGMLQuantizationType[kind],
+        shape=[num_in, num_out],
+        data=blocks.reshape(num_out, -1),
+    )
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
+def test_packed_gguf_is_what_its_library_dequantises(kind: str) -> None:
+    tensor = packed_tensor(kind, 48, 512)
+    theirs = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(48, 512)
+    unpacked = unpack(tensor)
+    assert unpacked is not None
+    codes, scales, least = unpacked
+    assert np.array_equal(codes * np.repeat(scales, 32, 1) + np.repeat(least, 32, 1), theirs)
+    ours = dequantise_weight_int4(weight4(codes, scales, least), torch.float32)
+    # Scales and zero points of a Q4_K are rounded to 11 bits; a zero point is up to 64 steps away.
+    tolerance = 1e-3 * abs(theirs).max()
+    assert torch.allclose(ours, torch.from_numpy(theirs), rtol=0, atol=tolerance)
+
+
+def test_other_gguf_types_are_not_taken_as_they_are() -> None:
+    assert unpack(SimpleNamespace(tensor_type=gguf.GGMLQuantizationType.Q6_K)) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_is_near_what_it_was(kind: Quantised) -> None:
+    weight = torch.randn(32, 160, generator=torch.Generator().manual_seed(1))
+    weight[3] = 0
+    error = (dequantised(quantise(weight, kind), torch.float32) - weight).abs()
+    assert (error.amax(1) <= 1.01 * ERRORS[kind] * 2 * weight.abs().amax(1) + 1e-6).all()
+    assert not error[3].any()
+
+
+def product_of(
+    kind: Quantised, dtype: torch.dtype, keeps_dense: bool, most: int, has_bias: bool = True
+) -> tuple[QuantisedLinear, torch.Tensor, torch.Tensor]:
+    """A matrix [48, 64], its weights as stored, and its bias."""
+    generator = torch.Generator().manual_seed(2)
+    parts = [quantise(torch.randn(size, 64, generator=generator), kind) for size in (32, 16)]
+    bias = torch.randn(48, generator=generator).to(dtype)
+    joined = join(parts)
+    linear = QuantisedLinear(
+        joined, bias if has_bias else None, dtype, keeps_dense, lambda *_: most
+    )
+    return linear, dequantised(joined, torch.float64), bias
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("keeps_dense", [True, False])
+def test_products_agree(kind: Quantised, dtype: torch.dtype, keeps_dense: bool) -> None:
+    linear, weight, bias = product_of(kind, dtype, keeps_dense, most=4)
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(3)).to(dtype)
+    wanted = x.double() @ weight.T + bias.double()
+    tolerance = 2e-5 if dtype == torch.float32 else 0.3  # of up to 24
+    for rows in (1, 2, 4, 5, 9):
+        assert torch.allclose(linear(x[:rows]).double(), wanted[:rows], rtol=0, atol=tolerance)
+    residual = torch.ones(4, 48, dtype=dtype)
+    before = residual.clone()
+    total = linear.add(x[:4], residual).double()
+    assert torch.allclose(total, wanted[:4] + 1, rtol=0, atol=tolerance)
+    assert torch.equal(residual, before)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_row_does_not_depend_on_the_others(kind: Quantised) -> None:
+    linear, _, _ = product_of(kind, torch.float32, True, most=8)
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(4))
+    whole = linear(x)
+    for rows in (1, 2, 3, 8):
+        assert torch.equal(linear(x[:rows]), whole[:rows])
+
+
+def prepared(path: Path, models: Path, kind: Quantised | None, dtype: Any = "float32") -> Any:
+    return prepare(find_model(str(path), models), dtype, models, None, kind)
+
+
+def matrices(model: PreparedModel) -> dict[str, torch.Tensor]:
+    return {
+        name: weight if isinstance(weight, torch.Tensor) else dequantised(weight, torch.float32)
+        for name, weight in load_weights(model).items()
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_is_quantised_once(
+    kind: Quantised, tiny_checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    checkpoint = tiny_checkpoint("qwen2")  # it has biases
+    dense, made = (prepared(checkpoint, tmp_path, one) for one in (None, kind))
+    written = made.weights[0].stat().st_mtime_ns
+    again = prepared(checkpoint, tmp_path, kind)
+    assert again == made and again.weights[0].stat().st_mtime_ns == written
+    assert made.weights[0].stat().st_size < sum(file.stat().st_size for file in dense.weights)
+    assert made.weights_digest != dense.weights_digest
+    assert made.config == dense.config and made.template == dense.template
+
+    before, after = load_weights(dense), load_weights(made)
+    assert before.keys() == after.keys()
+    for name, weight in after.items():
+        original = before[name]
+        assert isinstance(original, torch.Tensor)
+        if name.endswith("_proj.weight"):
+            assert not isinstance(weight, torch.Tensor)
+            assert torch.equal(
+                dequantised(weight, torch.float32),
+                dequantised(quantise(original, kind), torch.float32),
+            )
+        else:
+            assert isinstance(weight, torch.Tensor) and torch.equal(weight, original)
+
+
+def test_a_gguf_of_four_bits_is_taken_as_it_is(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Quantising what its library dequantises would change it."""
+    checkpoint = tiny_checkpoint("llama2")
+    path = write_gguf(tmp_path / "model.gguf", checkpoint, quantised="Q4_1")
+    whole = matrices(prepared(path, tmp_path, None))
+    packed = matrices(prepared(path, tmp_path, "int4"))
+    for name, weight in whole.items():
+        assert torch.allclose(packed[name], weight, rtol=0, atol=2e-3 * float(weight.abs().max()))
+    name = "model.layers.0.mlp.up_proj.weight"
+    requantised = dequantised(quantise(whole[name], "int4"), torch.float32)
+    assert (requantised - whole[name]).abs().max() > 5 * (packed[name] - whole[name]).abs().max()
+
+
+def test_models_and_quantisations_all_have_weights_of_their_own(
+    tiny_checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    checkpoint = tiny_checkpoint("llama2")
+    path = write_gguf(tmp_path / "model.gguf", checkpoint)
+    digests = {
+        prepared(model, tmp_path, kind, dtype).weights_digest
+        for model in (checkpoint, path)
+        for kind in (None, *KINDS)
+        for dtype in ("float32", "bfloat16")
+    }
+    assert len(digests) == 16
+
+
+def test_a_matrix_that_is_not_there_is_said(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    checkpoint = tiny_checkpoint("llama3")
+    dense = prepared(checkpoint, tmp_path, None)
+    with pytest.raises(ModelError, match=r"q_proj\.weight is not there as it was quantised"):
+        load_weights(replace(dense, quantised="int8"))
+    made = prepared(checkpoint, tmp_path, "int8")
+    with pytest.raises(ModelError, match=r"proj\.weight\.codes is no tensor of a llama model"):
+        load_weights(replace(made, quantised=None))
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "smollm"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_says_what_its_dequantised_weights_say(
+    name: str, kind: Quantised, tiny_checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Token for token, in float32; also a model whose inputs are no whole groups."""
+    model = prepared(tiny_checkpoint(name), tmp_path, kind)
+    said = {
+        keeps_dense: spoken(
+            Decoder(
+                model.config,
+                load_weights(model),
+                keeps_dense=keeps_dense,
+                few_rows=lambda *_: 4,
+            )
+        )
+        for keeps_dense in (True, False)
+    }
+    whole = spoken(Decoder(model.config, matrices(model)))
+    assert said[True] == said[False] == whole
+
+
+def spoken(decoder: Decoder) -> list[int]:
+    pool = BlockPool(decoder.config, 4, decoder.dtype, decoder.device)
+    engine = Engine(decoder, pool)
+    try:
+        return answer(engine, [5, 9, 20, 3, 11, 40], 24)
+    finally:
+        engine.close()
+
+
+def test_how_many_rows_are_few_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = quantise(torch.randn(32, 64, generator=torch.Generator().manual_seed(5)), "int4")
+    slow = torch.zeros(4_000_000)
+
+    def dense(x: torch.Tensor) -> torch.Tensor:
+        return x if len(x) > 3 else slow.cos()
+
+    def packed(x: torch.Tensor) -> torch.Tensor:
+        return slow.cos() if len(x) > 3 else x
+
+    rows = MeasuredRows(tmp_path, torch.float32)
+    assert rows(weight, packed, dense) == 3
+    assert rows(weight, dense, packed) == 3  # of this shape and dtype it is known
+    assert MeasuredRows(tmp_path, torch.float32)(weight, dense, packed) == 3
+    assert MeasuredRows(tmp_path, torch.bfloat16)(weight, dense, packed) == 0
+    (tmp_path / "rows.json").write_text("{")
+    assert MeasuredRows(tmp_path, torch.float32)(weight, packed, dense) == 3
+
+
+def test_shapes_without_a_kernel_are_computed_dense() -> None:
+    weight: QuantisedWeight = quantise(torch.ones(20, 64), "int4")
+    linear = QuantisedLinear(weight, None, torch.float32, False, lambda *_: pytest.fail("measured"))
+    assert torch.allclose(linear(torch.ones(1, 64)), torch.full((1, 20), 64.0), rtol=1e-3)
