@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,7 +15,7 @@ from chatkv.cli.table import Column
 
 if TYPE_CHECKING:
     from chatkv_store.conversations import Session
-    from chatkv_store.sharing import SessionUsage, Usage
+    from chatkv_store.sharing import Usage
 
 KEYS: Keys = {
     "title": ("title", "text"),
@@ -71,7 +71,7 @@ def ls(
         named = [store.get_session(one) for one in dict.fromkeys(sessions)] or None
         found = usage(blocks, store, named)
         num_blocks, num_bytes = blocks.stats()["blocks"], blocks.stats()["used_bytes"]
-    every = [_row(share) for share in found.sessions]
+    every = [share.to_json() for share in found.sessions]
     rows = select(every, KEYS, filters, sort, limit, time.time())
     if by_block:
         listed = {row["session"] for row in rows}
@@ -135,7 +135,7 @@ def show(output: Output, session: str) -> None:
             (share,) = usage(blocks, store, [found]).sessions
             info = blocks.namespaces().get(bytes.fromhex(found.namespace or ""), {})
     values = {
-        **_row(share),
+        **share.to_json(),
         "namespace": found.namespace,
         "raw_bytes": share.raw_bytes,
         "layout": json.loads(info["layout"]) if "layout" in info else None,
@@ -209,23 +209,6 @@ def _list_blocks(
         empty="nothing is stored of these",
         group=lambda row: titles[row["session"]],
     )
-
-
-def _row(share: SessionUsage) -> dict[str, Any]:
-    """What programs get of a session's share."""
-    return {
-        "session": share.session.id,
-        "title": share.session.title,
-        "model": share.session.model,
-        "tokens": share.session.num_tokens,
-        "stored_tokens": share.num_stored_tokens,
-        "blocks": share.num_blocks,
-        "bytes": share.num_bytes,
-        "unique_bytes": share.unique_bytes,
-        "shared_bytes": share.shared_bytes,
-        "pinned": share.session.pinned,
-        "updated_at": share.session.updated_at,
-    }
 
 
 def ratio(raw: int, encoded: int) -> str:

@@ -25,6 +25,7 @@ from chatkv_store.errors import SessionNotFound, StoreBusy
 
 if TYPE_CHECKING:
     from chatkv.session.conversation import Conversation
+    from chatkv_store.blocks import BlockStore
 
 log = logging.getLogger("chatkv.server")
 
@@ -98,6 +99,11 @@ class Hub:
                 held.used_at = self._clock()
                 held.conversation.journal.refresh()
                 return held
+
+    @property
+    def blocks(self) -> BlockStore | None:
+        """The KV on the disk; None where it cannot be opened, or no model is loaded yet."""
+        return self._models.blocks
 
     def session(self, session_id: str) -> Session:
         """The session with this id, whole, also where nothing was said in it yet. Raises

@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
-TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+from chatkv import __version__
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+TOKENS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+Samples = Iterable[tuple[str, float]]
+
+
+class Histogram:
+    """How often which sizes came, by upper bounds."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def lines(self, name: str, says: str) -> Iterator[str]:
+        yield from _head(name, says, "histogram")
+        names = [str(bound) for bound in self._bounds] + ["+Inf"]
+        counts = list(accumulate(self._counts))
+        for bound, count in zip(names, counts, strict=True):
+            yield f'{name}_bucket{{le="{bound}"}} {count}'
+        yield f"{name}_sum {self._sum:.6f}"
+        yield f"{name}_count {counts[-1]}"
 
 
 @dataclass
@@ -20,9 +52,10 @@ class Metrics:
     tokens: Counter[str] = field(default_factory=Counter)
     num_disconnected: int = 0
     num_open: int = 0
-    _ttft_counts: list[int] = field(default_factory=lambda: [0] * len(TTFT_BUCKETS_S))
-    _ttft_sum_s: float = 0.0
-    _num_ttft: int = 0
+    began_at: float = field(default_factory=time.time)
+    _ttft: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    _per_token: Histogram = field(default_factory=lambda: Histogram(TOKEN_SECONDS))
+    _computed: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def answered(self, result: dict[str, Any]) -> None:
@@ -34,75 +67,95 @@ class Metrics:
             self.tokens["loaded"] += timings["loaded_n"]
             self.tokens["computed"] += timings["prompt_n"]
             self.tokens["generated"] += result["generated_tokens"]
-            ttft_s = timings["ttft_ms"] / 1e3
-            self._num_ttft += 1
-            self._ttft_sum_s += ttft_s
-            for index, bound in enumerate(TTFT_BUCKETS_S):
-                self._ttft_counts[index] += ttft_s <= bound
+            self._ttft.add(timings["ttft_ms"] / 1e3)
+            self._computed.add(timings["prompt_n"])
+            if timings["predicted_per_second"]:
+                self._per_token.add(1 / timings["predicted_per_second"])
 
-    def text(self, hub: dict[str, Any]) -> str:
-        """Everything, the hub's status included."""
+    def text(self, hub: dict[str, Any], disk: dict[str, int]) -> str:
+        """Everything, with the hub's status and the disk tier's figures (`cache.disk_figures`)."""
         with self._lock:
-            lines = [
-                *_counter(
-                    "chatkv_requests_total",
-                    "Requests by path and status.",
-                    (
-                        (f'path="{path}",status="{status}"', n)
-                        for (path, status), n in self.requests.items()
-                    ),
-                ),
-                *_counter(
-                    "chatkv_matches_total",
-                    "Answers by how their conversation was found.",
-                    ((f'hit="{hit}"', n) for hit, n in self.hits.items()),
-                ),
-                *_counter(
-                    "chatkv_tokens_total",
-                    "Tokens: KV reused from memory, loaded from disk, computed; and generated.",
-                    ((f'source="{source}"', n) for source, n in self.tokens.items()),
-                ),
-                *_counter(
-                    "chatkv_disconnects_total",
-                    "Requests whose client left before the end.",
-                    (("", self.num_disconnected),),
-                ),
-                *_gauge("chatkv_requests_open", "Requests being answered.", (("", self.num_open),)),
-                *self._ttft(),
-            ]
-        kv = [
-            (f'model="{_quoted(model["model"])}",state="{state}"', model["kv_tokens"][state])
-            for model in hub["models"]
-            for state in ("total", "free", "idle")
+            lines = [*self._counted()]
+        return "\n".join([*lines, *self._process(), *_models(hub), *_disk(disk)]) + "\n"
+
+    def _counted(self) -> Iterator[str]:
+        requests = [
+            (f'path="{path}",status="{status}"', n) for (path, status), n in self.requests.items()
         ]
-        lines += _gauge("chatkv_kv_tokens", "Tokens of KV that memory has room for.", kv)
-        open_sessions = len(hub["open_sessions"])
-        lines += _gauge("chatkv_sessions_open", "Open conversations.", (("", open_sessions),))
-        return "\n".join(lines) + "\n"
+        hits = [(f'hit="{hit}"', n) for hit, n in self.hits.items()]
+        tokens = [(f'source="{source}"', n) for source, n in self.tokens.items()]
+        yield from _counter("requests_total", "Requests by path and status.", requests)
+        yield from _counter("matches_total", "Answers by how their conversation was found.", hits)
+        says = "Tokens: KV reused from memory, loaded from disk, computed; and generated."
+        yield from _counter("tokens_total", says, tokens)
+        says = "Requests whose client left before the end."
+        yield from _counter("disconnects_total", says, [("", self.num_disconnected)])
+        yield from _gauge("requests_open", "Requests being answered.", [("", self.num_open)])
+        yield from self._ttft.lines("chatkv_ttft_seconds", "Time to first token.")
+        yield from self._per_token.lines("chatkv_token_seconds", "Time per further token.")
+        says = "Tokens of each prompt that had to be computed."
+        yield from self._computed.lines("chatkv_prompt_computed_tokens", says)
 
-    def _ttft(self) -> list[str]:
-        name = "chatkv_ttft_seconds"
-        lines = [f"# HELP {name} Time to first token.", f"# TYPE {name} histogram"]
-        for bound, count in zip(TTFT_BUCKETS_S, self._ttft_counts, strict=True):
-            lines.append(f'{name}_bucket{{le="{bound}"}} {count}')
-        lines.append(f'{name}_bucket{{le="+Inf"}} {self._num_ttft}')
-        return [*lines, f"{name}_sum {self._ttft_sum_s:.6f}", f"{name}_count {self._num_ttft}"]
+    def _process(self) -> Iterator[str]:
+        yield from _gauge("build_info", "This program.", [(f'version="{__version__}"', 1)])
+        yield from _gauge("start_time_seconds", "When it began to count.", [("", self.began_at)])
+        yield from _gauge("memory_bytes", "Memory that it takes.", [("", resident_bytes())])
 
 
-Samples = Iterable[tuple[str, int]]
+def resident_bytes() -> int:
+    """Memory that this process takes."""
+    with open("/proc/self/statm") as pages:
+        return int(pages.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _models(hub: dict[str, Any]) -> Iterator[str]:
+    tokens, num_bytes = [], []
+    for model in hub["models"]:
+        for state in ("total", "free", "idle"):
+            labels = f'model="{_quoted(model["model"])}",state="{state}"'
+            tokens.append((labels, model["kv_tokens"][state]))
+            num_bytes.append((labels, model["kv_tokens"][state] * model["kv_bytes_per_token"]))
+    yield from _gauge("models_loaded", "Models in memory.", [("", len(hub["models"]))])
+    yield from _gauge("kv_tokens", "Tokens of KV that memory has room for.", tokens)
+    yield from _gauge("kv_bytes", "The same, in bytes.", num_bytes)
+    yield from _gauge("sessions_open", "Open conversations.", [("", len(hub["open_sessions"]))])
+    yield from _gauge("sessions_answering", "... that answer.", [("", len(hub["answering"]))])
+
+
+def _disk(disk: dict[str, int]) -> Iterator[str]:
+    """Names that end in _blocks or _bytes, as the store has them; empty where there is none."""
+    for name in ("file_bytes", "used_bytes", "max_bytes", "blocks"):
+        if name in disk:
+            yield from _gauge(f"disk_{name}", "KV on the disk.", [("", disk[name])])
+    for name in sorted(disk.keys() & _DISK_COUNTERS.keys()):
+        yield from _counter(f"disk_{name}_total", _DISK_COUNTERS[name], [("", disk[name])])
+
+
+_DISK_COUNTERS = {
+    "written_blocks": "Blocks of KV that were written.",
+    "written_bytes": "Their bytes.",
+    "evicted_blocks": "Blocks that went to make room.",
+    "evicted_bytes": "Their bytes.",
+    "refused_blocks": "Blocks for which there was no room.",
+    "dropped_blocks": "Blocks that the disk could not follow with.",
+}
 
 
 def _counter(name: str, says: str, samples: Samples) -> list[str]:
-    return _family(name, says, "counter", samples)
+    return _family(f"chatkv_{name}", says, "counter", samples)
 
 
 def _gauge(name: str, says: str, samples: Samples) -> list[str]:
-    return _family(name, says, "gauge", samples)
+    return _family(f"chatkv_{name}", says, "gauge", samples)
 
 
 def _family(name: str, says: str, kind: str, samples: Samples) -> list[str]:
-    lines = [f"# HELP {name} {says}", f"# TYPE {name} {kind}"]
+    lines = _head(name, says, kind)
     return lines + [f"{name}{{{labels}}} {n}" if labels else f"{name} {n}" for labels, n in samples]
+
+
+def _head(name: str, says: str, kind: str) -> list[str]:
+    return [f"# HELP {name} {says}", f"# TYPE {name} {kind}"]
 
 
 def _quoted(value: str) -> str:

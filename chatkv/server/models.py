@@ -14,6 +14,7 @@ from chatkv.restore.disk import Disk
 from chatkv.runtime import Runtime
 from chatkv.session.request import WantedDtype
 from chatkv.words import plural
+from chatkv_store.blocks import BlockStore
 from chatkv_store.conversations import Conversations
 
 Progress = Callable[[str, int, int], None]
@@ -74,6 +75,11 @@ class Models:
     def loaded(self) -> list[Runtime]:
         with self._lock:
             return list(self._loaded.values())
+
+    @property
+    def blocks(self) -> BlockStore | None:
+        """What the disk tier holds, None where it is not open."""
+        return self._disk.store if self._disk is not None else None
 
     def flush(self, timeout_s: float) -> None:
         """Wait until what was computed is on the disk."""

@@ -35,6 +35,7 @@ from chatkv.errors import ChatkvError, UsageError
 from chatkv.server.body import body_as
 from chatkv.server.hub import Held, Hub
 from chatkv.server.library import Library
+from chatkv.server.metrics import resident_bytes
 from chatkv.server.stream import Emit, events
 from chatkv.server.wire import (
     DraftRequest,
@@ -86,7 +87,7 @@ class OwnApi:
         ]
 
     async def status(self, request: Request) -> Response:
-        about = {"version": __version__, "pid": os.getpid(), "memory_bytes": _resident_bytes()}
+        about = {"version": __version__, "pid": os.getpid(), "memory_bytes": resident_bytes()}
         about |= {"urls": self._urls}
         return JSONResponse(about | await run_in_threadpool(self.hub.status))
 
@@ -244,12 +245,6 @@ def _going_back(conversation: Conversation, num_turns: int | None) -> Iterator[N
             with suppress(StoreError):
                 conversation.switch(head)
         raise
-
-
-def _resident_bytes() -> int:
-    """Memory that this process takes."""
-    with open("/proc/self/statm") as pages:
-        return int(pages.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _result(held: Held, result: TurnResult) -> Event:

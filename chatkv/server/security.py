@@ -24,7 +24,7 @@ BODY_S = 30.0
 _OPEN_PATHS = ("/health",)
 # The page itself is no secret; it asks for the token.
 _PAGE_PATHS = "/page/"
-_CONVERSATIONS = ("/sessions", "/cache")
+_CONVERSATIONS = ("/sessions", "/cache", "/status")
 
 
 class Guard:

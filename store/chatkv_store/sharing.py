@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from chatkv_store.blocks import BlockStore
 from chatkv_store.chain import StoredBlock
@@ -35,6 +36,22 @@ class SessionUsage:
     @property
     def num_bytes(self) -> int:
         return self.unique_bytes + self.shared_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """What programs get of it."""
+        return {
+            "session": self.session.id,
+            "title": self.session.title,
+            "model": self.session.model,
+            "tokens": self.session.num_tokens,
+            "stored_tokens": self.num_stored_tokens,
+            "blocks": self.num_blocks,
+            "bytes": self.num_bytes,
+            "unique_bytes": self.unique_bytes,
+            "shared_bytes": self.shared_bytes,
+            "pinned": self.session.pinned,
+            "updated_at": self.session.updated_at,
+        }
 
 
 @dataclass(frozen=True)
