@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from chatkv.engine.budget import CHUNK_TOKENS
+from chatkv.engine.drafts import Draft
 from chatkv.engine.memory import Memory
 from chatkv.engine.pool import BLOCK_TOKENS, Pool
 from chatkv.engine.runner import runner_for
 from chatkv.engine.sampling import Sampler
 from chatkv.engine.scheduler import POLL_S, Cancelled, Piece, Scheduler
 from chatkv.engine.sequence import TokenSequence
+from chatkv.engine.speculation import Speculation
 from chatkv.errors import ContextFull
 from chatkv.model.decoder import Decoder
 
@@ -128,20 +131,26 @@ class Engine:
         stop_ids: frozenset[int],
         max_new_tokens: int,
         cancelled: Callable[[], bool] | None = None,
+        speculation: Speculation | None = None,
     ) -> Iterator[tuple[int, Tensor]]:
         """Sample tokens one by one, each appended to the sequence and yielded with the logits it
         was drawn from. Ends after a stop id, max_new_tokens, a full context or a cancel; the last
-        token yielded has no KV yet.
+        token yielded has no KV yet. With `speculation`, a step computes drafted tokens too: those
+        that are then sampled need no step of their own.
 
         Raises Preempted where its blocks are for others to have, or they have them already: give
         them back, and call again with the logits after its last id. Waits where there is no room
         for its next block; raises Cancelled and ContextFull then.
         """
+        draft, rows, row = Draft(), logits[None], 0
         try:
             for count in range(max_new_tokens):
-                token = sampler.pick(logits)
+                token = sampler.pick(rows[row], draft.drawn_at(row))
+                is_drafted = row < len(draft) and draft.tokens[row] == token
+                if speculation is not None:
+                    speculation.heard(token, is_drafted)
                 sequence.ids.append(token)
-                yield token, logits
+                yield token, rows[row]
                 last = token in stop_ids or count + 1 == max_new_tokens
                 total = len(sequence.ids)
                 if last or total >= self.max_tokens or (cancelled and cancelled()):
@@ -149,10 +158,31 @@ class Engine:
                 # While it was away with its reader, its blocks may have gone to others.
                 if sequence.num_cached < total - 1 or self.memory.room.must_give_way(sequence):
                     raise Preempted
+                if is_drafted:
+                    sequence.num_cached, row = total, row + 1
+                    continue
                 self._wait_for_room(sequence, cancelled)
-                logits = self.scheduler.run(Piece(sequence, total - 1, total, is_decode=True))
+                if speculation is not None:
+                    most = min(max_new_tokens - count - 2, self.max_tokens - total)
+                    most = self._room_for_draft(sequence, min(most, speculation.drafter.most))
+                    draft = speculation.draft(sequence.ids, most, sampler.draws)
+                piece = Piece(sequence, total - 1, total, is_decode=True, draft=draft.tokens)
+                computed = self.scheduler.run(piece)
+                rows, row = computed if draft else computed[None], 0
         finally:
             self.scheduler.leave(sequence)
+
+    def _room_for_draft(self, sequence: TokenSequence, most: int) -> int:
+        """For how many tokens behind the sequence's ids there is room that nobody else wants."""
+        total, kept, pool = len(sequence.ids), sequence.num_cached, self.pool
+        if most <= 0 or pool.is_reserved(sequence.run, total + most, kept):
+            return max(most, 0)
+        if pool.free_blocks and not self.memory.room.num_waiting:
+            with suppress(ContextFull):
+                pool.reserve(sequence.run, total + most, kept)
+                return most
+        most = min(most, sequence.run.capacity - total)
+        return most if pool.is_reserved(sequence.run, total + most, kept) else 0
 
     def reserve(self, sequence: TokenSequence, cancelled: Callable[[], bool] | None = None) -> None:
         """Room for all of the sequence's ids: waits until others have given it back, in the order
