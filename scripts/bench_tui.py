@@ -122,9 +122,9 @@ async def _in_process(is_quick: bool) -> list[Figure]:
 @contextlib.asynccontextmanager
 async def _chat() -> AsyncIterator[tuple[Any, Any, Any]]:
     """A running chat: (app, pilot, script)."""
+    from chatkv.commands.library import Library
     from chatkv.paths import folders
     from chatkv.tui.app import ChatApp
-    from chatkv.tui.library import Library
     from chatkv.tui.start import Start
     from chatkv_store.conversations import Conversations
     from scripted_chat import Script

@@ -47,11 +47,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "chatkv.client": {"chatkv_store", "chatkv.model", "chatkv.session", "chatkv.runtime"}
     | {"chatkv.server"},
     "chatkv.formats": {"chatkv_store"},
-    "chatkv.tui": {"chatkv_store", "chatkv.formats", "chatkv.engine", "chatkv.session", "chatkv.client"},
+    "chatkv.commands": {"chatkv_store", "chatkv.formats", "chatkv.engine", "chatkv.session"}
+    | {"chatkv.client"},
+    "chatkv.tui": {"chatkv_store", "chatkv.engine", "chatkv.session", "chatkv.client"}
+    | {"chatkv.commands"},
     "chatkv.settings": {"chatkv_store", "chatkv.engine", "chatkv.session"},
     "chatkv.cli": {"chatkv_store", "chatkv.model", "chatkv.engine", "chatkv.restore"}
     | {"chatkv.session", "chatkv.runtime", "chatkv.server", "chatkv.client", "chatkv.tui"}
-    | {"chatkv.settings", "chatkv.formats"},
+    | {"chatkv.settings", "chatkv.formats", "chatkv.commands"},
     "chatkv.__main__": {"chatkv.cli"},
 }
 THIRD_PARTY = {  # where a part is held to less than the project's dependencies

@@ -69,4 +69,4 @@ def _chat(arguments: dict[str, Any]) -> None:
         request = ChatRequest(resume=left.session) if left.session else request
     from chatkv.cli import plain
 
-    plain.converse(request, turn_options(arguments), request.system)
+    plain.converse(request, turn_options(arguments), request.system, new_request(arguments))

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from chatkv.session.turn import TurnOptions
     from chatkv.settings.read import Values
     from chatkv.tui.start import Left
+    from chatkv_store.blocks import BlockStore
 
 
 def is_possible() -> bool:
@@ -42,8 +44,8 @@ def show(
     """Chat until the user leaves. new_request: what later conversations begin with."""
     gc.disable()  # collecting while all of Textual is imported took a tenth of the start
     from chatkv.cli.look import keymap, theme
+    from chatkv.commands.library import Library
     from chatkv.tui.app import ChatApp
-    from chatkv.tui.library import Library
     from chatkv.tui.start import Left, Start
 
     place = folders()
@@ -52,8 +54,8 @@ def show(
         Library(place.conversations),
         request,
         options,
-        _explained,
-        _coverage,
+        explained,
+        coverage,
         copy_to=place.runtime / "copied.txt",
         keymap=keymap(settings),
         theme=theme(settings),
@@ -73,7 +75,7 @@ def show(
     return left
 
 
-def _explained(session: str, number: int) -> list[str]:
+def explained(session: str, number: int) -> list[str]:
     """What `chatkv why` says of a turn."""
     from chatkv.cli.stores import open_conversations
     from chatkv.cli.why import explain
@@ -83,16 +85,17 @@ def _explained(session: str, number: int) -> list[str]:
     return explain(turn.stats, num_new=len(turn.prompt_ids) + (number > 1))
 
 
-def _coverage(session: str) -> list[str]:
-    """What of a conversation is on the disk."""
+def coverage(session: str, opened: BlockStore | None = None) -> list[str]:
+    """What of a conversation is on the disk. opened: the KV cache, where this process has it open
+    already."""
     from chatkv.cli.stores import NOTHING_STORED, open_blocks, open_conversations
     from chatkv_store.coverage import stretches
 
     with open_conversations() as store:
-        found, blocks = store.get_session(session), open_blocks()
+        found, blocks = store.get_session(session), opened or open_blocks()
         if blocks is None:
             return [NOTHING_STORED]
-        with blocks:
+        with nullcontext() if opened is not None else blocks:
             pieces = [piece for piece in stretches(blocks, store, found) if piece.num_tokens]
     stored = [piece for piece in pieces if piece.why is None]
     kept = sum(piece.num_tokens for piece in stored)

@@ -42,10 +42,10 @@ def why(output: Output, session: str, turn: int | None) -> None:
     if not 1 <= number <= len(turns):
         raise StoreError(f"session {found.id} has {plural(len(turns), 'turn')}, no turn {number}")
     chosen = turns[number - 1]
-    if not chosen.stats:
-        raise StoreError(
-            f"turn {number} of session {found.id} was cut off before anything was measured"
-        )
+    if "tokens" not in chosen.stats:
+        came = "imported" in chosen.stats or chosen.stats.get("is_adopted")
+        reason = "came from elsewhere" if came else "was cut off before anything was measured"
+        raise StoreError(f"turn {number} of session {found.id} {reason}")
     if not output.is_human:
         output.record({"session": found.id, "turn": number, **chosen.stats})
         return

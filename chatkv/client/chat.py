@@ -19,6 +19,7 @@ from chatkv_store.errors import StoreError
 if TYPE_CHECKING:
     from chatkv.client.link import Link
     from chatkv.session.turn import Listener, TurnOptions, TurnResult
+    from chatkv_store.blocks import BlockStore
 
 Progress = Callable[[str, int, int], None]
 # off: compute here; running: in the engine where one runs, else here; start: in the engine.
@@ -160,6 +161,12 @@ class LocalChat:
         self.notices = list(opened.runtime.notices)
         self._in_use = threading.Lock()  # by a turn or a draft
         self._newer = threading.Event()  # ends the draft that is running
+
+    @property
+    def blocks(self) -> BlockStore | None:
+        """The KV cache, which one process opens once; None where it is not used."""
+        disk = self._conversation.model.restorer.disk
+        return disk.store if disk is not None else None
 
     @property
     def session(self) -> str:

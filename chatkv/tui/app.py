@@ -12,7 +12,8 @@ from textual.app import App, SystemCommand
 from textual.binding import BindingType
 from textual.screen import Screen
 
-from chatkv.tui import commands, keys, messages
+from chatkv.commands import slash
+from chatkv.tui import keys, messages
 from chatkv.tui.chat_screen import ChatScreen
 from chatkv.tui.start import Left, Start
 from chatkv.tui.verbs import Verbs
@@ -58,9 +59,9 @@ class ChatApp(App[Left]):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """Every command that can do without an argument, and Textual's own."""
-        for command in commands.COMMANDS.values():
+        for command in slash.COMMANDS.values():
             if not command.needs_something:
-                call = commands.Call(command.name)
+                call = slash.Call(command.name)
                 yield SystemCommand(
                     f"/{command.name}", command.help, lambda call=call: self._run(call)
                 )
@@ -121,7 +122,7 @@ class ChatApp(App[Left]):
             views[-1].focus()
 
     async def action_verb(self, name: str, argument: str = "") -> None:
-        await self._run(commands.Call(name, argument))
+        await self._run(slash.Call(name, argument))
 
-    async def _run(self, call: commands.Call) -> None:
+    async def _run(self, call: slash.Call) -> None:
         await self.verbs.run(call)

@@ -13,8 +13,8 @@ from textual.timer import Timer
 from textual.widgets import Static
 
 from chatkv.client import ChatRequest
+from chatkv.commands.branches import alternatives
 from chatkv.tui import messages
-from chatkv.tui.branches import alternatives
 from chatkv.tui.composer import Composer
 from chatkv.tui.conversation_view import ConversationView, TurnView
 from chatkv.tui.history import History

@@ -13,7 +13,7 @@ from textual.screen import ModalScreen
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
-from chatkv.tui.branches import Branch
+from chatkv.commands.branches import Branch
 from chatkv.words import plural, printable
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from textual import events
 from textual.widgets import TextArea
 
-from chatkv.tui import commands
+from chatkv.commands import slash
 from chatkv.tui.folding import Folds
 from chatkv.tui.history import History
 from chatkv.tui.keys import COMPOSER, lookup
@@ -59,7 +59,7 @@ class Composer(TextArea):
         """What a command that is being typed may become."""
         name = self.text[1:].partition(" ")[0].lower()
         values = self._values(name) if " " in self.text else []
-        return commands.matches(self.text, values)
+        return slash.matches(self.text, values)
 
     # --- keys -----------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class Composer(TextArea):
 
     def _complete(self) -> bool:
         found = self.suggestions()
-        start = commands.common_start(found)
+        start = slash.common_start(found)
         if len(found) == 1 and " " not in start:
             start += " "
         if len(start) > len(self.text):

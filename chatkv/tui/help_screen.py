@@ -11,7 +11,7 @@ from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from chatkv.tui.commands import COMMANDS
+from chatkv.commands.slash import COMMANDS
 from chatkv.tui.keys import GROUPS
 
 _NAMES = {

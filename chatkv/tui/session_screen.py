@@ -13,7 +13,7 @@ from textual.timer import Timer
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from chatkv.tui.library import Library, Listed
+from chatkv.commands.library import Library, Listed
 from chatkv_store.errors import StoreError
 
 # Restoring begins when the cursor rests: skimming a list is no wish to open all of it.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chatkv.client import ChatRequest
-from chatkv.tui.library import Library
+from chatkv.commands.library import Library
 from chatkv.tui.worker import Connect
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from textual.timer import Timer
 
 from chatkv.client import ChatRequest, TurnText
+from chatkv.commands import slash
+from chatkv.commands.slash import Call
 from chatkv.errors import ChatkvError, UsageError
-from chatkv.tui import clipboard, commands
-from chatkv.tui.commands import Call
+from chatkv.tui import clipboard
 from chatkv.tui.panels import Suggestions
 from chatkv.tui.start import Start
 from chatkv_store.errors import StoreError
@@ -56,7 +57,7 @@ class Talk:
         """A line of the input: a command, or a message to the model."""
         composer = self._chat.composer
         try:
-            call = commands.parse(text)
+            call = slash.parse(text)
         except UsageError as error:
             await self._chat.say(str(error))
             return
@@ -67,7 +68,7 @@ class Talk:
         if call is not None:
             await self.run(call)
         else:
-            await self.send(commands.message(text))
+            await self.send(slash.message(text))
 
     async def run(self, call: Call) -> None:
         """Do what a command says; what it cannot do is said in the conversation."""
@@ -82,6 +83,8 @@ class Talk:
             after = self._editing - 1
         self._leave_edit()
         chat = self._chat
+        if after == 0 and self._turns:  # what begins anew begins with the same system prompt
+            self.system = self._turns[0].system
         if after is not None:
             await chat.conversation.show(self._turns[:after])
         system = None if self._turns else self.system
@@ -111,9 +114,9 @@ class Talk:
     def values(self, name: str) -> list[str]:
         """What may stand behind a command."""
         if name == "set":
-            from chatkv.tui import settings
+            from chatkv.commands import answers
 
-            return list(settings.NAMES)
+            return list(answers.NAMES)
         if name == "theme":
             return sorted(self._app.available_themes)
         if name == "copy":
@@ -213,7 +216,7 @@ class Talk:
 
 def _told(lines: Sequence[str]) -> list[str]:
     """Suggestions, each with what it does."""
-    known = commands.COMMANDS
+    known = slash.COMMANDS
     width = max((len(line) for line in lines), default=0)
     return [
         f"{line:<{width}}  {known[line[1:]].help}" if line[1:] in known else line for line in lines

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chatkv.client import ChatRequest
+from chatkv.commands import saved, slash
+from chatkv.commands.branches import branches
+from chatkv.commands.slash import Call
 from chatkv.errors import UsageError
-from chatkv.tui import commands, transcript
-from chatkv.tui.branches import branches
-from chatkv.tui.commands import Call
 from chatkv.tui.panels import TimelinePanel
 from chatkv.tui.talk import Talk
 
@@ -50,7 +49,7 @@ class Verbs(Talk):
 
     async def _fork(self, argument: str) -> None:
         self._must_be_idle()
-        turn = commands.turn_number(Call("fork", argument), len(self._turns))
+        turn = slash.turn_number(Call("fork", argument), len(self._turns))
         fork = self._start.library.fork(self._session, turn)
         await self._open(ChatRequest(resume=fork))
         await self._chat.say(f"this is a fork: it shares the turns up to {turn}")
@@ -61,7 +60,7 @@ class Verbs(Talk):
         if len(found) < 2:
             raise UsageError("nothing was left behind: there is one way through this conversation")
         if argument:
-            number = commands.turn_number(Call("branch", argument), len(found))
+            number = slash.turn_number(Call("branch", argument), len(found))
             self._chat.worker.switch(found[number - 1].turn_id)
             return
 
@@ -75,7 +74,7 @@ class Verbs(Talk):
 
     async def _edit(self, argument: str) -> None:
         self._must_be_idle()
-        turn = commands.turn_number(Call("edit", argument), len(self._turns))
+        turn = slash.turn_number(Call("edit", argument), len(self._turns))
         self._editing = turn
         composer = self._chat.composer
         composer.border_title = f"editing turn {turn} · Esc leaves it"
@@ -84,7 +83,7 @@ class Verbs(Talk):
 
     async def _regen(self, argument: str) -> None:
         self._must_be_idle()
-        turn = commands.turn_number(Call("regen", argument), len(self._turns))
+        turn = slash.turn_number(Call("regen", argument), len(self._turns))
         await self.send(self._turns[turn - 1].user, after=turn - 1)
 
     async def _continue(self, argument: str) -> None:
@@ -101,8 +100,10 @@ class Verbs(Talk):
 
     async def _undo(self, argument: str) -> None:
         self._must_be_idle()
-        turn = commands.turn_number(Call("undo"), len(self._turns))
+        turn = slash.turn_number(Call("undo"), len(self._turns))
         self._chat.composer.put(self._turns[-1].user)
+        if turn == 1:
+            self.system = self._turns[0].system
         await self._chat.conversation.show(self._turns[: turn - 1])
         self._chat.worker.rewind(turn - 1)
 
@@ -125,35 +126,28 @@ class Verbs(Talk):
         await self._open(ChatRequest(model=argument, resume=resume))
 
     async def _set(self, argument: str) -> None:
-        from chatkv.tui import settings
+        from chatkv.commands import answers
 
         name, _, value = argument.partition(" ")
         if value:
-            self.options = settings.changed(self.options, name, value.strip())
+            self.options = answers.changed(self.options, name, value.strip())
         elif name:
             raise UsageError(f"/set {name} needs a value")
-        await self._chat.say(settings.shown(self.options))
+        await self._chat.say(answers.shown(self.options))
 
     async def _save(self, argument: str) -> None:
-        if not self._turns:
-            raise UsageError("/save: nothing was said yet")
         title = self._chat.facts.title if self._chat.facts else ""
-        path = Path(argument).expanduser() if argument else None
-        if path is None:
-            path = transcript.free_name(Path.cwd(), transcript.file_name(title))
-        elif path.exists():
-            raise UsageError(f"{path} exists: give another name")
-        path.write_text(transcript.markdown(title, self._turns), encoding="utf-8")
+        path = saved.save(title, self._turns, argument)
         await self._chat.say(f"saved to {path}")
 
     async def _copy(self, argument: str) -> None:
         if argument not in ("", "code"):
             raise UsageError("/copy copies the last answer, /copy code its last block of code")
-        turn = commands.turn_number(Call("copy"), len(self._turns))
+        turn = slash.turn_number(Call("copy"), len(self._turns))
         await self.on_turn(argument or "copy", turn)
 
     async def _why(self, argument: str) -> None:
-        number = commands.turn_number(Call("why", argument), len(self._turns))
+        number = slash.turn_number(Call("why", argument), len(self._turns))
         turn, panel = self._turns[number - 1], self._chat.query_one(TimelinePanel)
         if "tokens" not in turn.stats:
             raise UsageError(f"turn {number} was cut off before anything was measured")

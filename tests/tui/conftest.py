@@ -14,9 +14,9 @@ from textual.pilot import Pilot
 from textual.widgets import Static
 
 from chatkv.client import ChatRequest
+from chatkv.commands.library import Library
 from chatkv.tui.app import ChatApp
 from chatkv.tui.conversation_view import Notice
-from chatkv.tui.library import Library
 from chatkv.tui.start import Start
 from chatkv_store.conversations import Conversations
 from scripted_chat import Script

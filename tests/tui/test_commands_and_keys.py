@@ -13,8 +13,8 @@ from textual.widgets import OptionList
 
 from asynchronous import asynchronous
 from chatkv.client import ChatRequest
+from chatkv.commands.slash import COMMANDS
 from chatkv.errors import UsageError
-from chatkv.tui.commands import COMMANDS
 from chatkv.tui.help_screen import HelpScreen
 from chatkv.tui.keys import APP, COMPOSER, TURN
 from chatkv.tui.panels import TimelinePanel

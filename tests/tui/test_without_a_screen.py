@@ -11,20 +11,18 @@ from pathlib import Path
 import pytest
 
 from chatkv.client import Ready, TurnText
+from chatkv.commands import answers, saved, slash
+from chatkv.commands.branches import alternatives, branches
+from chatkv.commands.slash import Call
 from chatkv.errors import UsageError
 from chatkv.session.turn import TurnOptions
 from chatkv.tui import (
     clipboard,
-    commands,
     help_screen,
     keys,
     rendering,
-    settings,
     timeline,
-    transcript,
 )
-from chatkv.tui.branches import alternatives, branches
-from chatkv.tui.commands import Call
 from chatkv.tui.folding import Folds
 from chatkv.tui.history import History
 from chatkv.tui.progress import NONE, bar
@@ -50,7 +48,7 @@ from scripted_chat import STATS
     ],
 )
 def test_what_is_a_command(line: str, call: Call | None) -> None:
-    assert commands.parse(line) == call
+    assert slash.parse(line) == call
 
 
 @pytest.mark.parametrize(
@@ -59,34 +57,34 @@ def test_what_is_a_command(line: str, call: Call | None) -> None:
 )
 def test_what_is_no_command_is_said(line: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        commands.parse(line)
+        slash.parse(line)
 
 
 def test_a_text_may_begin_with_a_slash() -> None:
-    assert commands.message("//etc/passwd is a file") == "/etc/passwd is a file"
-    assert commands.message("a//b") == "a//b"
+    assert slash.message("//etc/passwd is a file") == "/etc/passwd is a file"
+    assert slash.message("a//b") == "a//b"
 
 
 def test_a_turn_is_the_last_or_a_number_that_exists() -> None:
-    assert commands.turn_number(Call("edit"), 3) == 3
-    assert commands.turn_number(Call("edit", "2"), 3) == 2
+    assert slash.turn_number(Call("edit"), 3) == 3
+    assert slash.turn_number(Call("edit", "2"), 3) == 2
     for call, turns in ((Call("edit", "4"), 3), (Call("edit", "x"), 3), (Call("edit"), 0)):
         with pytest.raises(UsageError):
-            commands.turn_number(call, turns)
+            slash.turn_number(call, turns)
 
 
 def test_completion() -> None:
-    assert commands.matches("/f") == ["/fork"]
-    assert commands.matches("/re") == ["/resume", "/regen"]
-    assert commands.matches("/set t", settings.NAMES) == [
+    assert slash.matches("/f") == ["/fork"]
+    assert slash.matches("/re") == ["/resume", "/regen"]
+    assert slash.matches("/set t", answers.NAMES) == [
         "/set temperature",
         "/set top-p",
         "/set top-k",
     ]
-    assert commands.matches("hello") == commands.matches("//") == []
-    assert commands.common_start(["/resume", "/regen"]) == "/re"
-    assert commands.common_start(["/set top-p", "/set top-k"]) == "/set top-"
-    assert commands.common_start([]) == ""
+    assert slash.matches("hello") == slash.matches("//") == []
+    assert slash.common_start(["/resume", "/regen"]) == "/re"
+    assert slash.common_start(["/set top-p", "/set top-k"]) == "/set top-"
+    assert slash.common_start([]) == ""
 
 
 def test_settings() -> None:
@@ -100,11 +98,11 @@ def test_settings() -> None:
         ("exact", "yes"),
         ("overflow", "shift"),
     ):
-        options = settings.changed(options, name, value)
+        options = answers.changed(options, name, value)
     assert (options.sampling.temperature, options.sampling.top_k) == (0, 40)
     assert (options.max_tokens, options.seed, options.restore) == (12, 7, "reload")
     assert (options.exact, options.overflow) == (True, "shift")
-    assert "temperature 0.0 · " in settings.shown(options)
+    assert "temperature 0.0 · " in answers.shown(options)
     for name, value in (
         ("temperature", "hot"),
         ("temperature", "-1"),
@@ -113,13 +111,13 @@ def test_settings() -> None:
         ("colour", "red"),
     ):
         with pytest.raises(UsageError):
-            settings.changed(options, name, value)
+            answers.changed(options, name, value)
 
 
 def test_help_names_every_key_and_command_at_any_width() -> None:
     for width in (30, 90):
         text = help_screen.text({"send": "ctrl+s"}, width)
-        assert all(f"/{name}" in text for name in commands.COMMANDS)
+        assert all(f"/{name}" in text for name in slash.COMMANDS)
         assert all(key.help in text for group in keys.GROUPS.values() for key in group)
         assert "Ctrl+S" in text and "Alt+Up, Ctrl+Up" in text and "Up, k" in text
 
@@ -319,18 +317,16 @@ def test_code_is_what_fences_hold() -> None:
 
 def test_a_transcript(tmp_path: Path) -> None:
     first = TurnText(1, "Be brief.", "Hi", "Hello.", "done", "stop")
-    text = transcript.markdown(
-        "A\ntitle", [first, replace(first, system=None, state="interrupted")]
-    )
+    turns = [first, replace(first, system=None, state="interrupted")]
+    text = saved.save("A\ntitle", turns, str(tmp_path / "b.md")).read_text()
     assert text.startswith("# A title\n\n## System\n\nBe brief.\n\n## You\n\nHi\n")
-    assert text.endswith("*(interrupted)*\n")
-    assert transcript.file_name("../../etc/ Pass wd?") == "etc-pass-wd.md"
-    assert (
-        transcript.file_name("日本") == "日本.md"
-        and transcript.file_name("?!") == "conversation.md"
-    )
+    assert text.endswith("## Assistant (interrupted)\n\nHello.\n")
+    with pytest.raises(UsageError, match="exists"):
+        saved.save("A", turns, str(tmp_path / "b.md"))
+    assert saved.file_name("../../etc/ Pass wd?") == "etc-pass-wd.md"
+    assert saved.file_name("日本") == "日本.md" and saved.file_name("?!") == "conversation.md"
     (tmp_path / "a.md").write_text("")
-    assert transcript.free_name(tmp_path, "a.md") == tmp_path / "a-2.md"
+    assert saved.free_name(tmp_path, "a.md") == tmp_path / "a-2.md"
 
 
 # --- Markdown ---------------------------------------------------------------------------------

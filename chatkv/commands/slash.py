@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from chatkv.errors import UsageError
@@ -15,6 +15,7 @@ class Command:
     name: str
     argument: str  # how it is written: "N", "[N]", "" for none
     help: str
+    needs_screen: bool = False
 
     @property
     def takes_nothing(self) -> bool:
@@ -41,11 +42,11 @@ COMMANDS = {
         Command("model", "[MODEL]", "Show the model, or go on with another one."),
         Command("set", "[NAME VALUE]", "Show how answers are made, or change it."),
         Command("save", "[FILE]", "Write the conversation to a Markdown file."),
-        Command("copy", "[code]", "Copy the last answer, or its last block of code."),
+        Command("copy", "[code]", "Copy the last answer, or its last block of code.", True),
         Command("why", "[N]", "Explain where the time of turn N, else the last, went."),
         Command("cache", "", "What of this conversation is stored."),
-        Command("theme", "[NAME]", "Choose the colours."),
-        Command("plain", "", "Go on line by line, without the full screen."),
+        Command("theme", "[NAME]", "Choose the colours.", True),
+        Command("plain", "", "Go on line by line, without the full screen.", True),
         Command("quit", "", "Leave. Everything is saved."),
     )
 }
@@ -59,18 +60,18 @@ class Call:
     argument: str = ""
 
 
-def parse(line: str) -> Call | None:
+def parse(line: str, known: Mapping[str, Command] = COMMANDS) -> Call | None:
     """The command in `line`, None for a message to the model; "//..." is a message with one slash.
 
-    Names may be cut short as long as they name one command. Raises UsageError.
+    Names may be cut short as long as they name one of the known commands. Raises UsageError.
     """
     if not line.startswith("/") or line.startswith("//"):
         return None
     typed, _, argument = line[1:].partition(" ")
     if "\n" in typed or "/" in typed:  # a path, or a text that begins like one
         return None
-    name, argument = _named(typed), argument.strip()
-    command = COMMANDS[name]
+    name, argument = _named(typed, known), argument.strip()
+    command = known[name]
     if command.takes_nothing and argument:
         raise UsageError(f"/{name} takes nothing behind it")
     if command.needs_something and not argument:
@@ -114,10 +115,10 @@ def common_start(lines: list[str]) -> str:
     return first[:same] if same is not None else first
 
 
-def _named(typed: str) -> str:
-    if typed.lower() in COMMANDS:
+def _named(typed: str, known: Mapping[str, Command]) -> str:
+    if typed.lower() in known:
         return typed.lower()
-    meant = [name for name in COMMANDS if typed and name.startswith(typed.lower())]
+    meant = [name for name in known if typed and name.startswith(typed.lower())]
     if len(meant) != 1:
         names = " or ".join(f"/{name}" for name in meant)
         unclear = f"/{typed} may be {names}" if meant else f"there is no command /{typed}"

@@ -1,0 +1,1 @@
+"""What a user tells the chat itself, whatever it is shown on: commands, and what they need."""
