@@ -79,6 +79,8 @@ def decode(rig: Rig, sizes: Sizes, copy_rate: float) -> Found:
 class _Contiguous:
     """One sequence in memory of its own (a `Span`), for the library's attention."""
 
+    is_draft = False
+
     def __init__(self, rig: Rig, length: int) -> None:
         layout = rig.layout
         shape = (layout.num_layers, 2, layout.num_kv_heads, length, layout.head_dim)
@@ -113,7 +115,7 @@ def from_host(rig: Rig, sizes: Sizes, pinned_rate: float) -> Found:
     """KV that lies in slabs, to blocks anywhere in the pool: by the loader's threads, as it is."""
     layout, kv = rig.layout, rig.kv
     group_bytes = layout.bytes_per_layer_block * layout.layers_per_value
-    per_slab = kv.ring.slab_bytes // group_bytes
+    per_slab = kv.way.ring.slab_bytes // group_bytes
     with rig.sequence(sizes.restored) as sequence, ThreadPoolExecutor(default_threads()) as threads:
         blocks = sequence.run.blocks
 
@@ -121,7 +123,7 @@ def from_host(rig: Rig, sizes: Sizes, pinned_rate: float) -> Found:
             group, start = task
             layers, table = layout.value_layers(group), blocks[start : start + per_slab]
             shape = (len(table), len(layers), *rig.pool.kv.shape[2:])
-            with kv.ring.slab() as slab:
+            with kv.way.ring.slab() as slab:
                 values = slab.view(rig.dtype)[: torch.Size(shape).numel()]
                 kv.send(values.view(shape), layers, table)
 

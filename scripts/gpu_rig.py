@@ -25,7 +25,7 @@ from chatkv.model.weights import expected_shapes
 from chatkv.restore.cost import CostFile
 from chatkv.restore.restorer import Restorer
 from chatkv.restore.saver import DiskTier
-from chatkv.restore.staging import RING_BYTES, Staged, reach
+from chatkv.restore.staging import DEVICE_BYTES, Staged, reach
 from chatkv_store import BlockStore, KVLayout
 from chatkv_store.writer import BlockWriter
 
@@ -71,7 +71,7 @@ class Rig:
         free_bytes = torch.cuda.mem_get_info(device)[0] if self.is_gpu else 1 << 40
         weights = RandomWeights(config, dtype, device)
         self.engine, self.ledger = engine_on(
-            device, config, weights, free_bytes, num_tokens, RING_BYTES
+            device, config, weights, free_bytes, num_tokens, DEVICE_BYTES
         )
         assert isinstance(self.engine.pool, PagedPool)
         assert isinstance(self.engine.runner, PagedRunner)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from chatkv.engine.pool import BLOCK_TOKENS, Pool
@@ -120,13 +120,9 @@ class Saver:
         """Queue tokens [start, stop) of one block; False where the queue has no room."""
         index = start // BLOCK_TOKENS
         parent = chain.keys[index - 1] if index else self.disk.namespace
-        # A copy, since the pool's memory may be given to somebody else before it is written.
-        bits = self._reach.copy(sequence.run, start, stop)
-
-        def value(group: int) -> npt.NDArray[Any]:
-            layers = self.layout.value_layers(group)
-            return bits[layers.start : layers.stop]
-
-        block = NewBlock(parent, sequence.ids[start:stop], value, start, self._inverse_frequencies)
         codec = codecs.KEPT if start < chain.quantised_end else self.disk.codec
+        # A copy, since the pool's memory may be given to somebody else before it is written.
+        kv = self._reach.take(sequence.run, start, stop, codec)
+        ids, frequencies = sequence.ids[start:stop], self._inverse_frequencies
+        block = NewBlock(parent, ids, kv.value, start, frequencies, kv.encoded)
         return self.disk.writer.submit(self.disk.namespace, self.layout, [block], codec)

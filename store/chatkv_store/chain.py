@@ -40,6 +40,8 @@ class NewBlock:
 
     Lossy codecs quantise keys as they are before the rotary embedding, so they need to know the
     position of the first token and the embedding's inverse frequencies, float32 [head_dim / 2].
+    Who can encode itself gives `encoded`, the payload of each value in the codec that the block is
+    stored with, and `values` are not asked.
     """
 
     parent: bytes
@@ -47,6 +49,7 @@ class NewBlock:
     values: Sequence[Bits] | Callable[[int], Bits]
     start: int = 0
     inverse_frequencies: Floats | None = None
+    encoded: Callable[[int], bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -303,6 +303,11 @@ def _turn(start: int, num_tokens: int, frequencies: Floats | None) -> _Turn:
     """The rotations of the positions from `start`; None where there are none."""
     if frequencies is None or not len(frequencies):
         return None
+    return rotations(start, num_tokens, frequencies)
+
+
+def rotations(start: int, num_tokens: int, frequencies: Floats) -> tuple[Floats, Floats]:
+    """cos and sin of the positions from `start`, [num_tokens, head_dim / 2]."""
     positions = np.arange(start, start + num_tokens).astype(np.float32)
     angles = positions[:, None] * frequencies.astype(np.float32)
     return np.cos(angles), np.sin(angles)

@@ -37,6 +37,9 @@ def encode(namespace: bytes, layout: KVLayout, block: NewBlock, codec: str) -> E
     context = Context(layout.dtype, block.start, block.inverse_frequencies)
     payloads = []
     for group in range(layout.num_values):
+        if block.encoded is not None:
+            payloads.append(block.encoded(group))
+            continue
         bits = block.values(group) if callable(block.values) else block.values[group]
         if bits.shape != layout.value_shape(group, num_tokens) or bits.dtype != layout.bits_dtype:
             raise ValueError(f"value {group} is {bits.dtype} {bits.shape}, not as in {layout}")

@@ -56,8 +56,10 @@ def stored(chat: OpenChat, ids: Sequence[int]) -> list[StoredBlock]:
 
 def kv_of_pool(chat: OpenChat) -> npt.NDArray[Any]:
     sequence = chat.conversation.sequence
-    kv = reach(chat.runtime.engine.pool, chat.runtime.layout)
-    return kv.copy(sequence.run, 0, sequence.num_cached)
+    layout = chat.runtime.layout
+    kv = reach(chat.runtime.engine.pool, layout)
+    taken = kv.take(sequence.run, 0, sequence.num_cached, "raw")
+    return np.concatenate([taken.value(group) for group in range(layout.num_values)])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,14 @@ import torch
 
 from chatkv.engine.engine import Engine
 from chatkv.engine.paged import PagedPool
-from chatkv.engine.pool import Run
 from chatkv.engine.sequence import TokenSequence
 from chatkv.restore import staging
 from chatkv.restore.cost import CostFile
 from chatkv.restore.layers import LayerLoad
 from chatkv.restore.restorer import Restorer
+from chatkv.restore.ring import Ring, Way
 from chatkv.restore.saver import DiskTier
-from chatkv.restore.staging import Ring, Staged, reach
-from chatkv_kernels.packed import unpack_packed
+from chatkv.restore.staging import Staged, reach
 from chatkv_store import BlockStore, KVLayout, StoreError, load_blocks
 from chatkv_store.tables import value_key
 from chatkv_store.writer import BlockWriter
@@ -68,7 +66,7 @@ def sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Sid
     pool = PagedPool(CONFIG, 40, decoder.dtype, decoder.device)
     pool.kv.fill_(float("nan"))
     other = Engine(decoder, pool)
-    staging._rings[pool] = Ring(2, LAYOUT.bytes_per_token * LAYOUT.block_tokens, False)
+    staging._ways[pool] = Way(Ring(2, LAYOUT.bytes_per_token * LAYOUT.block_tokens, False), pool)
     with BlockStore(tmp_path / "kv") as store, BlockWriter(store) as writer:
         disk = DiskTier(store, writer, NAMESPACE)
         yield tuple(Side(engine, disk, tmp_path / "costs") for engine in (plain, other))  # type: ignore[misc]
@@ -101,50 +99,6 @@ def test_what_is_saved_one_way_is_restored_both_ways(
         sequence, restored = side.restored(IDS)
         assert restored.num_loaded == sequence.num_cached == 299
         assert np.array_equal(side.kv(sequence, 299), expected)
-
-
-@pytest.mark.parametrize("is_damaged", [False, True])
-def test_packed_values_are_decoded_where_they_go(
-    is_damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They come as they are stored; the last block, which is not full, and what does not fit into
-    a slab are decoded on the way."""
-    monkeypatch.setattr("chatkv_store.layout.MIN_VALUE_BYTES", 1)
-    engine = make_engine(dtype=torch.bfloat16)
-    decoder, layout = engine.decoder, replace(LAYOUT, dtype="bfloat16")
-    pool = PagedPool(CONFIG, 40, decoder.dtype, decoder.device)
-    unpacked: list[int] = []
-
-    def counted(payloads: Any, starts: Any, *given: Any) -> None:
-        unpacked.append(len(starts))
-        unpack_packed(payloads, starts, *given)
-
-    monkeypatch.setattr(staging, "unpack_packed", counted)
-    with BlockStore(tmp_path / "kv") as store, BlockWriter(store) as writer:
-        disk = DiskTier(store, writer, NAMESPACE, "packed")
-        costs = CostFile(tmp_path / "costs")
-        sequence = TokenSequence(IDS)
-        engine.prefill(sequence)
-        source = Restorer(engine, layout, disk, costs, "test")
-        source.save(sequence, tail=True)
-        writer.flush(60)
-        blocks = store.match(NAMESPACE, IDS, layout).blocks
-        if is_damaged:
-            spoil(store, blocks[2].key)
-        run = Run()
-        pool.reserve(run, 300)
-        ring = Ring(2, 3 * layout.bytes_per_token * layout.block_tokens, False)
-        into = Staged(pool, layout, ring).destination(run)
-        done = load_blocks(store, blocks, layout, into, 2)
-    sound = 128 if is_damaged else 300
-    assert done.num_tokens_ok == sound and bool(done.misses) == is_damaged
-    assert sum(unpacked) >= (4 if is_damaged else 8), "four blocks in two values each"
-    slots = pool.slot_index(run, 0, sound)
-    arrived = pool.kv[slots // 64, :, :, :, slots % 64]
-    here = engine.pool.slot_index(sequence.run, 0, sound)
-    original = engine.pool.blocks[here * 0, :, :, :, here]
-    assert torch.equal(arrived.view(torch.int16), original.view(torch.int16))
-    engine.close()
 
 
 def test_an_answer_on_restored_kv(sides: tuple[Side, Side]) -> None:
@@ -245,7 +199,7 @@ def test_an_end_leaves_nothing_behind(sides: tuple[Side, Side]) -> None:
         load_blocks(plain.disk.store, blocks, LAYOUT, into, 2)
     plain.disk.store.read = read  # type: ignore[method-assign]
     assert not any(thread.name.startswith("kv-read") for thread in threading.enumerate())
-    assert kv.ring._free.qsize() == kv.ring.num_slabs
+    assert kv.way.ring._free.qsize() == kv.way.ring.num_slabs
     assert load_blocks(plain.disk.store, blocks, LAYOUT, into, 2).num_tokens_ok == 300
 
 
