@@ -35,7 +35,7 @@ from chatkv.restore.cost import CostFile, cost_key
 from chatkv.restore.disk import Disk
 from chatkv.restore.restorer import Restorer
 from chatkv.restore.saver import DiskTier
-from chatkv.restore.staging import RING_BYTES
+from chatkv.restore.staging import DEVICE_BYTES
 from chatkv.session.conversation import Conversation
 from chatkv.session.generation import ModelParts
 from chatkv.session.reading import Reader
@@ -305,7 +305,7 @@ class Runtime:
         free_bytes, _ = torch.cuda.mem_get_info(device)
         most_tokens = config.max_position * POOL_CONVERSATIONS
         engine, self.ledger = engine_on(
-            device, config, weights, free_bytes, most_tokens, RING_BYTES, progress
+            device, config, weights, free_bytes, most_tokens, DEVICE_BYTES, progress
         )
         return engine
 
