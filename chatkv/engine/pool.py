@@ -234,6 +234,7 @@ class RunSpan:
     start: int
     length: int
     wait_layer: Callable[[int], None] | None = None  # for KV of this run that is still arriving
+    is_draft: bool = False
 
     def __post_init__(self) -> None:
         self._base = self.run.first_slot

@@ -59,12 +59,13 @@ class SpanRunner:
         spans = []
         for piece in pieces:
             ids += piece.ids
+            run, is_draft = piece.sequence.run, bool(piece.draft)
             spans.append(
-                RunSpan(self.pool, piece.sequence.run, piece.start, piece.length, piece.wait_layer)
+                RunSpan(self.pool, run, piece.start, piece.length, piece.wait_layer, is_draft)
             )
         device = self.decoder.device
-        rows = wanted_rows(pieces, device)
-        logits = self.decoder.forward(torch.tensor(ids, device=device), spans, rows=rows)
+        wanted = wanted_rows(pieces, device)
+        logits = self.decoder.forward(torch.tensor(ids, device=device), spans, rows=wanted)
         return by_piece(logits, pieces)
 
 
@@ -129,8 +130,8 @@ class PagedRunner:
             max_new=max(lengths),
             wait_layer=waits[0] if waits else None,
         )
-        rows = wanted_rows(pieces, device)
-        return self.decoder.forward(tensor(ids, torch.int64), batch, rows=rows)
+        wanted = wanted_rows(pieces, device)
+        return self.decoder.forward(tensor(ids, torch.int64), batch, rows=wanted)
 
 
 class DecodeGraph:
@@ -198,7 +199,7 @@ def wanted_rows(pieces: Sequence[Piece], device: torch.device) -> Tensor | None:
 
 def by_piece(logits: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
     """`Piece.logits` of each piece, from the logits of the rows that are wanted."""
-    parts = logits.split([1 + len(piece.draft) for piece in pieces])
+    parts = torch.split(logits, [1 + len(piece.draft) for piece in pieces])
     return [part if piece.draft else part[0] for part, piece in zip(parts, pieces, strict=True)]
 
 

@@ -103,4 +103,4 @@ class Sampler:
     def _numbers(self, draw_number: int) -> list[float]:
         """Of one draw, from [0, 1): all of one block of the generator, so no draw shares any."""
         generator = np.random.Generator(np.random.Philox(key=self.seed, counter=draw_number))
-        return generator.random(3).tolist()
+        return [float(number) for number in generator.random(3)]

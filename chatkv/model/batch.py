@@ -17,7 +17,7 @@ from torch import Tensor
 from chatkv.model.config import ModelConfig
 from chatkv.model.norm import RmsNorm
 from chatkv.model.rope import RopeTable
-from chatkv_kernels.attention import decode_attention, prefill_attention
+from chatkv_kernels.attention import decode_attention, draft_attention, prefill_attention
 from chatkv_kernels.paged_decode import paged_decode
 from chatkv_kernels.paged_prefill import paged_prefill
 from chatkv_kernels.rope import rope
@@ -68,6 +68,10 @@ class Span(Protocol):
     @property
     def length(self) -> int:
         """New tokens of this pass."""
+
+    @property
+    def is_draft(self) -> bool:
+        """Whether the new tokens are one of an answer and what is drafted behind it."""
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new tokens' KV ([length, num_kv_heads, head_dim] each) and return views of
@@ -126,6 +130,8 @@ def _attend_span(
     all_keys, all_values = span.extend(attention.layer, keys, values)
     if span.length == 1:
         out = decode_attention(queries[0], all_keys, all_values, scale, window)
+    elif span.is_draft:
+        out = draft_attention(queries, all_keys, all_values, scale, window)
     else:
         out = prefill_attention(queries, all_keys, all_values, scale, window)
     return out.reshape(span.length, -1)

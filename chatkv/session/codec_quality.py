@@ -112,6 +112,8 @@ class _Coded:
 class _Sequence:
     """One text and its KV, in memory of its own (a `decoder.Span`)."""
 
+    is_draft = False
+
     def __init__(self, decoder: Decoder, layout: KVLayout, ids: Sequence[int]) -> None:
         self.decoder, self.layout, self._ids = decoder, layout, ids
         shape = (layout.num_layers, 2, layout.num_kv_heads, len(ids), layout.head_dim)

@@ -1,6 +1,6 @@
 """Attention over a sequence's KV, as plain torch: the CPU path and the reference of the kernels.
 
-Both functions see one sequence's keys and values as [num_kv_heads, num_tokens, head_dim] views
+All functions see one sequence's keys and values as [num_kv_heads, num_tokens, head_dim] views
 (contiguous where the pool's blocks are consecutive) and queries of the tokens at the end.
 """
 
@@ -13,9 +13,6 @@ from torch import Tensor
 # Queries per tile of the bf16 path. 64 keeps a tile's scores (3 heads x 64 x 4096 in bf16) inside
 # a laptop's L2+L3; 256 was up to 1.8x slower at 4k tokens of history, 32 lost to launch overhead.
 QUERY_TILE = 64
-# Up to so many new tokens (a decode step with its drafts) take the way of a single one. More were
-# slower so than in tiles, on two cores with three heads to a group.
-FEW_QUERIES = 16
 
 
 def decode_attention(
@@ -46,8 +43,6 @@ def prefill_attention(
     with the chunk's own at the end, so query i sees num_tokens - num_new + i + 1 of them (the
     last `window` of these where a window is given). Returns [num_new, num_heads, head_dim].
     """
-    if queries.shape[0] <= FEW_QUERIES and queries.device.type == "cpu":
-        return _few_attention(queries, keys, values, scale, window)
     if queries.dtype == torch.float32 or queries.device.type != "cpu":
         return _prefill_whole(queries, keys, values, scale, window)
     return _prefill_tiled(queries, keys, values, scale, window)
@@ -67,11 +62,13 @@ def _causal_mask(
     )
 
 
-def _few_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
+def draft_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None = None
 ) -> Tensor:
-    """As `decode_attention`: the heads of a group, now those of all new tokens, are rows of one
-    query matrix, and share one pass over memory."""
+    """What `prefill_attention` computes, in the way of `decode_attention`: for a new token and a
+    draft of a few. The heads of a group, those of all new tokens, are rows of one query matrix and
+    share one pass over memory (of 1,000 tokens in bf16, five new ones took twice as long as one
+    has, and four times as long by `prefill_attention`)."""
     num_new, num_heads, head_dim = queries.shape
     num_kv_heads, group = keys.shape[0], num_heads // keys.shape[0]
     if window is not None and keys.shape[1] > window + num_new - 1:
