@@ -26,3 +26,12 @@ def prepare_to_compute() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _MAP_FROM_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
+
+
+def available_bytes() -> int:
+    """Memory that can be had without swapping."""
+    with suppress(OSError), open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

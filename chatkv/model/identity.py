@@ -37,8 +37,44 @@ def weights_digest(files: Sequence[Path], cache: Path, progress: Progress | None
     return total.digest()
 
 
+def remembered_digest(files: Sequence[Path], cache: Path) -> bytes | None:
+    """What `weights_digest` would return, None where a file would have to be read for it."""
+    total = hashlib.sha256(b"chatkv weights")
+    for file in files:
+        try:
+            digest = _recall(_note(file, cache), _state(file))
+        except OSError:
+            return None
+        if digest is None:
+            return None
+        total.update(digest)
+    return total.digest()
+
+
+def remembered_files(cache: Path) -> list[Path]:
+    """Every file whose digest is remembered, whether it is still there or not."""
+    found = []
+    for note in sorted((cache / "digests").glob("*.json")):
+        try:
+            path = json.loads(note.read_bytes())["state"][0]
+        except (OSError, ValueError, KeyError, TypeError, IndexError):
+            continue
+        if isinstance(path, str):
+            found.append(Path(path))
+    return found
+
+
+def forget_digest(file: Path, cache: Path) -> None:
+    """Remember a file's digest no longer. Raises OSError."""
+    _note(file, cache).unlink(missing_ok=True)
+
+
+def _note(file: Path, cache: Path) -> Path:
+    return cache / "digests" / f"{hashlib.sha256(os.fsencode(file)).hexdigest()[:32]}.json"
+
+
 def _file_digest(file: Path, cache: Path, progress: Progress | None) -> bytes:
-    note = cache / "digests" / f"{hashlib.sha256(os.fsencode(file)).hexdigest()[:32]}.json"
+    note = _note(file, cache)
     try:
         state = _state(file)
         remembered = _recall(note, state)

@@ -44,6 +44,16 @@ def known_qualities(models: Path) -> dict[str, dict[str, dict[str, Any]]]:
     return {space: entry["codecs"] for space, entry in _entries(models).items()}
 
 
+def ratios(models: Path, model: str, dtype: str) -> dict[str, float]:
+    """Codec -> how much smaller it made KV of this model, where that was measured."""
+    return {
+        codec: float(quality["ratio"])
+        for entry in _entries(models).values()
+        if (entry.get("model"), entry.get("dtype")) == (model, dtype)
+        for codec, quality in entry["codecs"].items()
+    }
+
+
 def remember(
     models: Path,
     model: str,
