@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from datetime import datetime
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,10 +25,12 @@ from chatkv.errors import ChatkvError, ModelError, UsageError
 from chatkv.model.catalog import find_model
 from chatkv.model.decoder import Decoder
 from chatkv.model.dtype import choose_dtype
+from chatkv.model.few_rows import MeasuredRows
 from chatkv.model.prepared import Dtype, prepare
+from chatkv.model.quantise import is_quantised
 from chatkv.model.template import ChatTemplate
 from chatkv.model.tokenizer import Tokenizer
-from chatkv.model.weights import load_weights
+from chatkv.model.weights import TORCH_DTYPES, expected_shapes, load_weights
 from chatkv.paths import Folders
 from chatkv.process import prepare_to_compute
 from chatkv.restore.calibration import Calibration
@@ -39,6 +42,7 @@ from chatkv.restore.staging import DEVICE_BYTES
 from chatkv.session.conversation import Conversation
 from chatkv.session.generation import ModelParts
 from chatkv.session.reading import Reader
+from chatkv.session.request import WantedWeights
 from chatkv_store.blocks import BlockStore
 from chatkv_store.codec import by_name as codec_by_name
 from chatkv_store.conversations import Conversations, Session
@@ -52,14 +56,17 @@ Progress = Callable[[str, int, int], None]
 POOL_SHARE_OF_MEMORY = 0.25
 # More would hardly be used at once by one person, and memory that was used is not given back.
 POOL_CONVERSATIONS = 8
+# Quantised weights lie in memory dense as well, for prefill, where that takes no more than this.
+DENSE_SHARE_OF_MEMORY = 0.125
 
 
 class Runtime:
     """Everything behind a face, in this process.
 
     model: what `find_model` takes, None for the embedded default. dtype "auto" is what this
-    machine decodes faster; kv_codec is how KV is stored. disk: the process's, by default one of its
-    own. device: see `choose_device`. Notices are lines that a user should see.
+    machine decodes faster; weights say how projections are stored, kv_codec how KV is. disk: the
+    process's, by default one of its own. device: see `choose_device`. Notices are lines that a user
+    should see.
     """
 
     def __init__(
@@ -72,6 +79,7 @@ class Runtime:
         kv_codec: str = "lossless",
         disk: Disk | None = None,
         device: Device | None = None,
+        weights: WantedWeights = "auto",
     ) -> None:
         began = time.perf_counter()
         self.folders, self.conversations = folders, conversations
@@ -83,7 +91,8 @@ class Runtime:
         files = find_model(model, folders.cache)
         where = choose_device(device)
         chosen = choose_dtype(folders.cache, where) if dtype == "auto" else dtype
-        self.prepared = prepare(files, chosen, folders.models, on_progress)
+        quantised = None if weights == "auto" or weights == "full" else weights
+        self.prepared = prepare(files, chosen, folders.models, on_progress, quantised)
         if on_progress is not None:
             on_progress("loading the model", 0, 1)
         config = self.prepared.config
@@ -107,7 +116,9 @@ class Runtime:
         self.load_model_ms = (time.perf_counter() - began) * 1e3
         # Tests and benchmarks that must not depend on the clock switch the measuring off.
         wants_rates = self.restorer.disk is not None and not self.restorer.is_calibrated
-        if wants_rates and os.environ.get("CHATKV_CALIBRATE") != "0":
+        measures = os.environ.get("CHATKV_CALIBRATE") != "0"
+        self.engine.draft_costs.is_fixed = not measures
+        if wants_rates and measures:
             with suppress(StoreError, OSError):  # no room to measure in: guesses will do
                 self.calibrate(on_progress)
 
@@ -156,7 +167,7 @@ class Runtime:
                 disk,
                 self._costs,
                 self._cost_key(self.namespace_of(kv_codec)),  # costs are the machine's
-                f"{self.prepared.name}, {self.prepared.dtype}, {device}",
+                f"{self.prepared.name}, {self.prepared.numbers}, {device}",
                 owner,
             )
         return self._restorers[kv_codec, owner]
@@ -230,6 +241,7 @@ class Runtime:
             "model": self.prepared.name,
             "spec": self.model_spec,
             "dtype": self.prepared.dtype,
+            "weights": self.prepared.stored,
             "device": self.engine.decoder.device.type,
             "gpu_bytes": asdict(self.ledger) if self.ledger is not None else None,
             "context": self.engine.max_tokens,
@@ -292,7 +304,13 @@ class Runtime:
     def _engine_on(self, device: torch.device, on_progress: Progress | None) -> Engine:
         config, weights = self.prepared.config, load_weights(self.prepared)
         if device.type == "cpu":
-            decoder = Decoder(config, weights, max_position=self._max_tokens())
+            decoder = Decoder(
+                config,
+                weights,
+                max_position=self._max_tokens(),
+                keeps_dense=self._keeps_dense(),
+                few_rows=MeasuredRows(self.folders.cache, TORCH_DTYPES[self.prepared.dtype]),
+            )
             num_blocks = -(-self._memory_tokens() // BLOCK_TOKENS)
             return Engine(decoder, BlockPool(config, num_blocks, decoder.dtype, device))
 
@@ -308,6 +326,13 @@ class Runtime:
             device, config, weights, free_bytes, most_tokens, DEVICE_BYTES, progress
         )
         return engine
+
+    def _keeps_dense(self) -> bool:
+        """Whether there is room for quantised projections as prefill wants them."""
+        shapes = expected_shapes(self.prepared.config)
+        numbers = sum(prod(shape) for name, shape in shapes.items() if is_quantised(name))
+        itemsize = TORCH_DTYPES[self.prepared.dtype].itemsize
+        return numbers * itemsize <= DENSE_SHARE_OF_MEMORY * _available_bytes()
 
     def _max_tokens(self) -> int:
         """The model's context, or what memory holds of it."""
@@ -329,11 +354,12 @@ class Runtime:
         return min(config.max_position * POOL_CONVERSATIONS, fits)
 
     def _resumed_with(self, kv_codec: str) -> dict[str, Any]:
-        """What a session goes on with, unless its user says otherwise. The dtype is part of it:
-        KV and rounding are those of one dtype, and "auto" may choose another one day."""
+        """What a session goes on with, unless its user says otherwise. Dtype and weights are part
+        of it: KV and rounding are theirs, and "auto" may choose others one day."""
         return {
             "model": self._portable_spec(),
             "dtype": self.prepared.dtype,
+            "weights": self.prepared.stored,
             "kv_codec": kv_codec,
         }
 

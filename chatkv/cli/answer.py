@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from chatkv.cli.complete import complete_session
 from chatkv.cli.device import device_option
 from chatkv.cli.options import setting_option, values_in_force
 from chatkv.cli.output import printable
@@ -34,6 +35,7 @@ def chat_options(command: Command) -> Command:
             "-r",
             "--resume",
             metavar="SESSION",
+            shell_complete=complete_session,
             help="Go on with a session: its id, the start of it (4+), or its title.",
         ),
         setting_option("model", "-m", is_remembered=True),
@@ -53,10 +55,12 @@ def chat_options(command: Command) -> Command:
             help="End the answer before this text; can be given again.",
         ),
         setting_option("dtype", is_remembered=True),
+        setting_option("weights", is_remembered=True),
         device_option,
         setting_option("kv-codec", is_remembered=True),
         setting_option("restore"),
         setting_option("overflow"),
+        setting_option("speculate"),
         setting_option("exact"),
     ]
     for option in reversed(options):
@@ -67,7 +71,7 @@ def chat_options(command: Command) -> Command:
 def chat_request(arguments: dict[str, Any]) -> ChatRequest:
     """The options of `chat_options` that say what is talked to. A conversation goes on with what
     it remembers; what the settings say of that begins new ones."""
-    names = ("model", "dtype", "resume", "resume_last", "system", "seed", "kv_codec")
+    names = ("model", "dtype", "weights", "resume", "resume_last", "system", "seed", "kv_codec")
     request = ChatRequest(**{name: arguments[name] for name in names})
     if request.resume is not None or request.resume_last:
         return request
@@ -81,7 +85,7 @@ def new_request(arguments: dict[str, Any]) -> ChatRequest:
         for value in values_in_force().values()
         if value.setting.is_remembered and value.source != "default"
     }
-    names = ("model", "dtype", "system", "kv_codec")
+    names = ("model", "dtype", "weights", "system", "kv_codec")
     given = {name: arguments[name] for name in names if arguments[name] is not None}
     return ChatRequest(**found | given, seed=arguments["seed"])
 
@@ -106,6 +110,7 @@ def turn_options(arguments: dict[str, Any]) -> TurnOptions:
         restore=arguments["restore"],
         exact=arguments["exact"],
         overflow=arguments["overflow"],
+        speculate=arguments["speculate"],
     )
 
 

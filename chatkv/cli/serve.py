@@ -123,9 +123,14 @@ def status(output: Output) -> None:
         kv = model["kv_tokens"]
         used = kv["total"] - kv["free"]
         output.line(
-            f"{model['model']}  {model['dtype']} on {model['device']}, KV of {count(used)} of "
+            f"{model['model']}  {_numbers(model)} on {model['device']}, KV of {count(used)} of "
             f"{count(kv['total'])} tokens in memory"
         )
+
+
+def _numbers(model: dict[str, Any]) -> str:
+    weights = model["weights"]
+    return str(model["dtype"]) if weights == "full" else f"{model['dtype']} with {weights} weights"
 
 
 @click.command()

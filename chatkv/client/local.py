@@ -50,7 +50,13 @@ def open_chat(
         from chatkv.runtime import Runtime
 
         with Runtime(
-            folders, conversations, found.model, found.dtype, on_progress, found.kv_codec
+            folders,
+            conversations,
+            found.model,
+            found.dtype,
+            on_progress,
+            found.kv_codec,
+            weights=found.weights,
         ) as runtime:
             session = found.session or runtime.new_session(seed=request.seed)
             with runtime.open(session) as conversation:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Quantised = Literal["int8", "fp8", "int4"]
+Stored = Literal["full", "int8", "fp8", "int4"]
 
 # Raised whenever what is written, or how it is converted, changes; older folders are made anew.
 FORMAT = 1
@@ -59,6 +60,18 @@ class PreparedModel:
     special_tokens: dict[str, str]
     eos_ids: tuple[int, ...]
     quantised: Quantised | None = None
+
+    @property
+    def stored(self) -> Stored:
+        """How projections are stored: "full" is in the dtype."""
+        return self.quantised or "full"
+
+    @property
+    def numbers(self) -> str:
+        """What it computes with, as people read it: "bfloat16", "bfloat16 with int4 weights"."""
+        return (
+            self.dtype if self.quantised is None else f"{self.dtype} with {self.quantised} weights"
+        )
 
 
 @dataclass(frozen=True)

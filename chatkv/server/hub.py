@@ -19,7 +19,7 @@ from chatkv.model.catalog import find_model
 from chatkv.paths import Folders
 from chatkv.runtime import Runtime
 from chatkv.server.models import Models, Progress, closed
-from chatkv.session.request import ChatRequest, Found, KVCodec, WantedDtype, find
+from chatkv.session.request import ChatRequest, Found, KVCodec, WantedDtype, WantedWeights, find
 from chatkv_store.conversations import Conversations, Session
 from chatkv_store.errors import SessionNotFound, StoreBusy
 
@@ -84,7 +84,7 @@ class Hub:
         found = self._find(request)
         find_model(found.model, self.folders.cache)  # a wrong name is said before anything else
         while True:
-            runtime = self.runtime(found.model, found.dtype, on_progress)
+            runtime = self.runtime(found.model, found.dtype, on_progress, found.weights)
             with self._lock:
                 if self._is_closed:
                     raise closed()
@@ -223,10 +223,14 @@ class Hub:
         self.conversations.close()
 
     def runtime(
-        self, model: str | None, dtype: WantedDtype, on_progress: Progress | None = None
+        self,
+        model: str | None,
+        dtype: WantedDtype,
+        on_progress: Progress | None = None,
+        weights: WantedWeights = "auto",
     ) -> Runtime:
         """The model, loaded where it is not yet; an idle one may have to make room."""
-        return self._models.get(model, dtype, on_progress)
+        return self._models.get(model, dtype, on_progress, weights)
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -316,8 +320,13 @@ class Hub:
 def _found(held: Held) -> Found:
     """What opens a conversation in which nothing was said yet once more."""
     runtime = held.runtime
-    dtype = runtime.prepared.dtype
-    return Found(held.conversation.session, runtime.model_spec, dtype, held.kv_codec)
+    return Found(
+        held.conversation.session,
+        runtime.model_spec,
+        runtime.prepared.dtype,
+        runtime.prepared.stored,
+        held.kv_codec,
+    )
 
 
 def _answering(session_id: str) -> StoreBusy:

@@ -12,7 +12,7 @@ from chatkv.paths import Folders
 from chatkv.process import prepare_to_compute
 from chatkv.restore.disk import Disk
 from chatkv.runtime import Runtime
-from chatkv.session.request import WantedDtype
+from chatkv.session.request import WantedDtype, WantedWeights
 from chatkv.words import plural
 from chatkv_store.blocks import BlockStore
 from chatkv_store.conversations import Conversations
@@ -42,17 +42,23 @@ class Models:
         self._lock, self._let_go = lock, let_go
         self._loading = threading.Lock()  # one at a time: both would need the whole machine
         self._disk: Disk | None = None
-        self._loaded: dict[tuple[str | None, str], Runtime] = {}  # the last used one last
+        self._loaded: dict[tuple[str | None, str, str], Runtime] = {}  # the last used one last
         self._is_closed = False
 
     def get(
-        self, model: str | None, dtype: WantedDtype, on_progress: Progress | None = None
+        self,
+        model: str | None,
+        dtype: WantedDtype,
+        on_progress: Progress | None = None,
+        weights: WantedWeights = "auto",
     ) -> Runtime:
         """The model, loaded where it is not yet; the one used longest ago makes room."""
         # A session remembers the dtype that "auto" once meant: both are the same model.
         if dtype == "auto":
             dtype = choose_dtype(self._folders.cache, choose_device())
-        key = (model, dtype)
+        if weights == "auto":
+            weights = "full"
+        key = (model, dtype, weights)
         if (known := self._known(key)) is not None:
             return known
         with self._loading:
@@ -62,7 +68,13 @@ class Models:
             if self._disk is None or self._disk.store is None:  # refused: it may be possible now
                 self._disk = Disk(self._folders, self._conversations)
             runtime = Runtime(
-                self._folders, self._conversations, model, key[1], on_progress, disk=self._disk
+                self._folders,
+                self._conversations,
+                model,
+                dtype,
+                on_progress,
+                disk=self._disk,
+                weights=weights,
             )
             with self._lock:
                 if not self._is_closed:
@@ -95,7 +107,7 @@ class Models:
         if self._disk is not None:
             self._disk.close()
 
-    def _known(self, key: tuple[str | None, str]) -> Runtime | None:
+    def _known(self, key: tuple[str | None, str, str]) -> Runtime | None:
         with self._lock:
             if self._is_closed:
                 raise closed()

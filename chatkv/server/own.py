@@ -209,6 +209,7 @@ def describe(held: Held) -> dict[str, Any]:
         "is_resumed": held.is_resumed,
         "model": runtime.prepared.name,
         "dtype": runtime.prepared.dtype,
+        "weights": runtime.prepared.stored,
         "num_tokens": len(conversation.log),
         "max_tokens": runtime.engine.max_tokens,
         "notices": list(runtime.notices),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 # How KV is stored, smallest loss first; what each costs, `chatkv codec measure` tells.
 KVCodec = Literal["lossless", "packed", "raw", "int8", "fp8", "int4"]
 WantedDtype = Literal["auto", "bfloat16", "float16", "float32"]
+WantedWeights = Literal["auto", "full", "int8", "fp8", "int4"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class ChatRequest:
     system: str | None = None
     seed: int | None = None
     kv_codec: KVCodec | None = None  # None: the session's own, else lossless
+    weights: WantedWeights | None = None  # None: the session's own, else "auto"
     owner: str = ""  # of a new session, where several share the machine
 
 
@@ -36,6 +38,7 @@ class Found:
     session: Session | None
     model: str | None
     dtype: WantedDtype
+    weights: WantedWeights
     kv_codec: KVCodec
 
 
@@ -47,6 +50,7 @@ def find(conversations: Conversations, request: ChatRequest) -> Found:
         session,
         request.model or settings.get("model"),
         request.dtype or settings.get("dtype") or "auto",
+        request.weights or settings.get("weights") or "auto",
         request.kv_codec or settings.get("kv_codec") or "lossless",
     )
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from chatkv.engine.options import SamplingOptions
-from chatkv.session.request import KVCodec, WantedDtype
+from chatkv.engine.options import SamplingOptions, Speculate
+from chatkv.session.request import KVCodec, WantedDtype, WantedWeights
 from chatkv.settings.kinds import (
     Choice,
     Duration,
@@ -74,6 +74,16 @@ _ALL = (
         "--dtype",
         "Compute in this dtype; auto is what this machine runs faster.",
         (*CHATS, "calibrate", "codec measure"),
+        is_remembered=True,
+    ),
+    Setting(
+        "weights",
+        Choice(get_args(WantedWeights)),
+        "auto",
+        "CHATKV_WEIGHTS",
+        "--weights",
+        "Store weights so: int8, fp8 and int4 are smaller and change them; full is in the dtype.",
+        CHATS,
         is_remembered=True,
     ),
     Setting(
@@ -169,6 +179,16 @@ _ALL = (
         "--overflow",
         "When the context is full: refuse, or let oldest turns leave and keep the rest roughly "
         "(shift) or compute it again.",
+        CHATS,
+    ),
+    Setting(
+        "speculate",
+        Choice(get_args(Speculate)),
+        "auto",
+        "CHATKV_SPECULATE",
+        "--speculate",
+        "Where guesses at the next tokens come from, which make answers faster and not other ones: "
+        "from what was said before (ngram), or nowhere (off).",
         CHATS,
     ),
     Setting(
