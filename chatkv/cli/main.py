@@ -40,6 +40,7 @@ COMMANDS = {
     "cache": ("chatkv.cli.cache:cache", "Look into the KV cache and check it."),
     "models": ("chatkv.cli.models:models", "List, show, download and remove models."),
     "config": ("chatkv.cli.config:config", "Show and change settings."),
+    "doctor": ("chatkv.cli.doctor:doctor", "Check what chatkv stands on, and say what to do."),
     "completion": ("chatkv.cli.completion:completion", "Print a shell's completion script."),
 }
 

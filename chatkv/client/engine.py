@@ -124,6 +124,11 @@ def serving(folders: Folders, options: Sequence[str] = ()) -> str:
     )
 
 
+def process(folders: Folders) -> int | None:
+    """The id of the engine's process, also of one that does not answer; None where none runs."""
+    return _holder(folders)
+
+
 def stop(folders: Folders, force: bool = False) -> bool:
     """End the engine, once it has saved everything; False where none runs. Raises what it says
     where something cannot be saved, unless by `force`."""
