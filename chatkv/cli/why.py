@@ -91,7 +91,18 @@ def explain(stats: dict[str, Any], num_new: int) -> list[str]:
     if timing["decode_tokens_per_s"]:
         rate = timing["decode_tokens_per_s"]
         lines.append(f"Then {plural(tokens['generated'], 'token')} at {rate:.0f} a second.")
+    if stats.get("speculation", {}).get("drafted"):
+        lines.append(_speculated(stats["speculation"]))
     return lines
+
+
+def _speculated(speculation: dict[str, Any]) -> str:
+    drafted, accepted = speculation["drafted"], speculation["accepted"]
+    return (
+        f"Of {plural(drafted, 'token')} guessed ahead ({speculation['source']}), {count(accepted)} "
+        f"were right, so {plural(accepted + speculation['steps'], 'token')} took "
+        f"{plural(speculation['steps'], 'step')}."
+    )
 
 
 def _departed(departure: dict[str, Any]) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
-from chatkv.engine.options import SamplingOptions
+from chatkv.engine.options import SamplingOptions, Speculate
 from chatkv.errors import UsageError
 from chatkv.session.turn import TurnOptions
 
 _SAMPLING = {"temperature": float, "top-p": float, "top-k": int, "min-p": float}
 _RESTORE = ("auto", "reload", "re-prefill", "both")
 _OVERFLOW = ("refuse", "shift", "recompute")
-NAMES = (*_SAMPLING, "max-tokens", "seed", "restore", "exact", "overflow")
+NAMES = (*_SAMPLING, "max-tokens", "seed", "restore", "exact", "overflow", "speculate")
 
 
 def shown(options: TurnOptions) -> str:
@@ -23,6 +24,7 @@ def shown(options: TurnOptions) -> str:
         "restore": options.restore,
         "exact": "yes" if options.exact else "no",
         "overflow": options.overflow,
+        "speculate": options.speculate,
     }
     return " · ".join(f"{name} {value}" for name, value in (sampling | rest).items())
 
@@ -47,6 +49,8 @@ def changed(options: TurnOptions, name: str, value: str) -> TurnOptions:
         return replace(options, restore=value)  # type: ignore[arg-type]  # one of Wanted
     if name == "overflow" and value in _OVERFLOW:
         return replace(options, overflow=value)  # type: ignore[arg-type]  # one of Overflow
+    if name == "speculate" and value in get_args(Speculate):
+        return replace(options, speculate=value)  # type: ignore[arg-type]  # one of Speculate
     if name == "exact" and value in ("yes", "no"):
         return replace(options, exact=value == "yes")
     if name in NAMES:

@@ -11,7 +11,7 @@ that are looked up change nothing about an answer, not even for a given seed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -67,6 +67,24 @@ class Drafter(Protocol):
 
     def propose(self, ids: Sequence[int], count: int, draws: int) -> Draft:
         """At most `count` tokens behind ids; `draws` is that of the sampler for the first one."""
+
+
+@dataclass
+class NoDrafts:
+    """A `Drafter` that never guesses."""
+
+    source: str = field(default="off", init=False)
+    most: int = field(default=0, init=False)
+    share: float = field(default=0.0, init=False)
+
+    def expected(self, kind: int) -> float:
+        return 0.0
+
+    def outlook(self, ids: Sequence[int]) -> int | None:
+        return None
+
+    def propose(self, ids: Sequence[int], count: int, draws: int) -> Draft:
+        return Draft()
 
 
 def verified(p: Distribution, drawn: Drawn, accept: float, redraw: float) -> int:

@@ -15,6 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from chatkv.engine.budget import CHUNK_TOKENS
+from chatkv.engine.draft_costs import DraftCosts
 from chatkv.engine.drafts import Draft
 from chatkv.engine.memory import Memory
 from chatkv.engine.pool import BLOCK_TOKENS, Pool
@@ -72,6 +73,11 @@ class Engine:
     def close(self) -> None:
         """End the thread that computes."""
         self.scheduler.close()
+
+    @property
+    def draft_costs(self) -> DraftCosts:
+        """What drafts take here."""
+        return self.scheduler.draft_costs
 
     @property
     def max_tokens(self) -> int:
@@ -142,10 +148,13 @@ class Engine:
         them back, and call again with the logits after its last id. Waits where there is no room
         for its next block; raises Cancelled and ContextFull then.
         """
-        draft, rows, row = Draft(), logits[None], 0
+        draft, rows, row, drawn = Draft(), logits[None], 0, None
         try:
             for count in range(max_new_tokens):
-                token = sampler.pick(rows[row], draft.drawn_at(row))
+                if drawn is not None:
+                    token = sampler.accept(drawn)
+                else:
+                    token = sampler.pick(rows[row], draft.drawn_at(row))
                 is_drafted = row < len(draft) and draft.tokens[row] == token
                 if speculation is not None:
                     speculation.heard(token, is_drafted)
@@ -167,8 +176,12 @@ class Engine:
                     most = self._room_for_draft(sequence, min(most, speculation.drafter.most))
                     draft = speculation.draft(sequence.ids, most, sampler.draws)
                 piece = Piece(sequence, total - 1, total, is_decode=True, draft=draft.tokens)
+                if not draft and self.runner.can_draw(sampler):
+                    piece.sampler = sampler
+                    more = min(1, self.max_tokens - total)
+                    piece.may_go_ahead = self._room_for_draft(sequence, more) > 0
                 computed = self.scheduler.run(piece)
-                rows, row = computed if draft else computed[None], 0
+                rows, row, drawn = computed if draft else computed[None], 0, piece.token
         finally:
             self.scheduler.leave(sequence)
 

@@ -1,10 +1,16 @@
-"""What may be asked of sampling, checked. Needs no torch, so that nonsense is refused at once."""
+"""What may be asked of sampling and drafts, checked. Needs no torch, so that nonsense is refused at
+once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from chatkv.errors import UsageError
+
+# Where drafts of an answer come from: what was said before (ngram), or nowhere (off). auto: where
+# that is expected to pay.
+Speculate = Literal["auto", "ngram", "off"]
 
 
 @dataclass(frozen=True)
@@ -26,3 +32,14 @@ class SamplingOptions:
         for name, value, sound, wanted in checks:
             if not sound:
                 raise UsageError(f"{name} {value} makes no sense: give a number {wanted}")
+
+
+@dataclass
+class SpeculationCounts:
+    """Of one answer. source: where drafts came from, or off; steps: passes of the model after the
+    first token; drafted and accepted: tokens."""
+
+    source: str = "off"
+    drafted: int = 0
+    accepted: int = 0
+    steps: int = 0

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from chatkv.engine.draft_costs import DraftCosts
-from chatkv.engine.drafts import Draft, Drafter
+from chatkv.engine.drafts import Draft, Drafter, NoDrafts
+from chatkv.engine.ngram import NgramDrafter
+from chatkv.engine.options import Speculate, SpeculationCounts
 
 # What a draft must be expected to win, since expectations err.
 _WORTH = 1.04
@@ -22,16 +24,6 @@ PROBE_STEPS = 24
 # as so many tokens remains.
 _PRIOR_TOKENS = 4.0
 _KEPT_TOKENS = 60.0
-
-
-@dataclass
-class SpeculationCounts:
-    """steps: passes that computed tokens of the answer; drafted and accepted: tokens."""
-
-    source: str = "off"
-    drafted: int = 0
-    accepted: int = 0
-    steps: int = 0
 
 
 @dataclass
@@ -138,3 +130,9 @@ class Speculation:
         if self.costs.is_fixed or plain_s is None:
             return self.drafter.share
         return self._draft_s / plain_s if self._draft_s else self.drafter.share
+
+
+def speculation(wanted: Speculate, costs: DraftCosts) -> Speculation:
+    """For one answer, of an engine with such costs."""
+    drafter: Drafter = NoDrafts() if wanted == "off" else NgramDrafter()
+    return Speculation(drafter, costs)

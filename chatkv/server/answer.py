@@ -163,6 +163,8 @@ def _result(choices: list[Choice], about: dict[str, Any]) -> dict[str, Any]:
         "reused_n": tokens.reused,
         "loaded_n": tokens.loaded,
         "plan": first.plan.chosen,
+        "draft_n": sum(result.speculation.drafted for result in results),
+        "draft_n_accepted": sum(result.speculation.accepted for result in results),
         "hit": hit,
         "diverged_at": about["diverged_at"],
     }

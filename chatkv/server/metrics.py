@@ -50,6 +50,7 @@ class Metrics:
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)  # path, status
     hits: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
+    drafted: Counter[str] = field(default_factory=Counter)
     num_disconnected: int = 0
     num_open: int = 0
     began_at: float = field(default_factory=time.time)
@@ -67,6 +68,8 @@ class Metrics:
             self.tokens["loaded"] += timings["loaded_n"]
             self.tokens["computed"] += timings["prompt_n"]
             self.tokens["generated"] += result["generated_tokens"]
+            self.drafted["accepted"] += timings["draft_n_accepted"]
+            self.drafted["rejected"] += timings["draft_n"] - timings["draft_n_accepted"]
             self._ttft.add(timings["ttft_ms"] / 1e3)
             self._computed.add(timings["prompt_n"])
             if timings["predicted_per_second"]:
@@ -88,6 +91,9 @@ class Metrics:
         yield from _counter("matches_total", "Answers by how their conversation was found.", hits)
         says = "Tokens: KV reused from memory, loaded from disk, computed; and generated."
         yield from _counter("tokens_total", says, tokens)
+        says = "Tokens guessed ahead of the model, by whether it said them then."
+        drafted = [(f'outcome="{outcome}"', n) for outcome, n in self.drafted.items()]
+        yield from _counter("drafted_tokens_total", says, drafted)
         says = "Requests whose client left before the end."
         yield from _counter("disconnects_total", says, [("", self.num_disconnected)])
         yield from _gauge("requests_open", "Requests being answered.", [("", self.num_open)])

@@ -344,6 +344,7 @@ class Conversation:
             model=self.model.name,
             notices=notices,
             last_logits=record.last_logits,
+            speculation=record.speculation,
         )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from chatkv.engine.engine import Engine, Preempted
 from chatkv.engine.sampling import Sampler
 from chatkv.engine.sequence import TokenSequence
+from chatkv.engine.speculation import speculation
 from chatkv.model.grammar import GrammarState
 from chatkv.model.template import ChatTemplate
 from chatkv.model.tokenizer import Tokenizer
@@ -69,6 +70,10 @@ class Generation:
                 show(text)
 
         self.reply.on_text = show_away
+        options = self.options
+        wanted = "off" if options.exact and options.speculate == "auto" else options.speculate
+        self._speculation = speculation(wanted, self.model.engine.draft_costs)
+        self.record.speculation = self._speculation.counts
 
     def run(self, planned: Planned) -> None:
         """From the plan to the last token. Raises Cancelled; then `reply` holds what was made."""
@@ -123,7 +128,13 @@ class Generation:
         stop_ids = self.model.tokenizer.stop_ids
         left = self.max_ids - len(reply.ids)
         steps = self.model.engine.decode(
-            self.sequence, logits, self.sampler, stop_ids, left, self.listener.cancelled
+            self.sequence,
+            logits,
+            self.sampler,
+            stop_ids,
+            left,
+            self.listener.cancelled,
+            self._speculation,
         )
         for token, record.last_logits in steps:
             record.token_done()

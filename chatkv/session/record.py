@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from chatkv.engine.options import SpeculationCounts
 from chatkv.restore.plan import Plan
 from chatkv.session.turn import FinishReason, Timing, TokenCounts, measures_to_json
 
@@ -29,6 +30,7 @@ class TurnRecord:
     restored: Restored | None = None
     num_computed: int = 0
     last_logits: Tensor | None = None
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     was_preempted: bool = False  # its times are those of others too
     _began: float = field(default_factory=_now)
     _restored_at: float | None = None
@@ -91,7 +93,11 @@ class TurnRecord:
     def to_json(self, num_generated: int, decode: Callable[..., str]) -> dict[str, Any]:
         """What is kept with the turn, for `chatkv why`; `decode` tells the text of tokens."""
         measures = measures_to_json(
-            self.tokens(num_generated), self.plan, self.plan_actual_ms, self.timing()
+            self.tokens(num_generated),
+            self.plan,
+            self.plan_actual_ms,
+            self.timing(),
+            self.speculation,
         )
         notices = self.restored.all_notices if self.restored else ()
         num_bytes = self.restored.num_bytes if self.restored else 0

@@ -68,4 +68,5 @@ def go_on(
         model=model.name,
         notices=record.restored.all_notices if record.restored is not None else (),
         last_logits=record.last_logits,
+        speculation=record.speculation,
     )

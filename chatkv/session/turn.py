@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from chatkv.engine.options import SamplingOptions
+from chatkv.engine.options import SamplingOptions, Speculate, SpeculationCounts
 from chatkv.restore.plan import Plan, Wanted
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class TurnOptions:
     exact: bool = False
     is_background: bool = False  # others go first
     overflow: Overflow = "refuse"
+    speculate: Speculate = "auto"  # auto: not where `exact` wants no other rounding
     grammar: str | None = None  # what the answer must follow (chatkv.model.grammar), None: nothing
 
 
@@ -74,7 +75,11 @@ class Timing:
 
 
 def measures_to_json(
-    tokens: TokenCounts, plan: Plan, plan_actual_ms: float, timing: Timing
+    tokens: TokenCounts,
+    plan: Plan,
+    plan_actual_ms: float,
+    timing: Timing,
+    speculation: SpeculationCounts,
 ) -> dict[str, Any]:
     """The measured part of a turn's JSON, which is also kept with the turn."""
     return {
@@ -89,6 +94,7 @@ def measures_to_json(
             name: None if value is None else round(value, 2)
             for name, value in asdict(timing).items()
         },
+        "speculation": asdict(speculation),
     }
 
 
@@ -105,10 +111,13 @@ class TurnResult:
     model: str
     notices: tuple[str, ...]  # lines for the user: misses, rewritten history, a full disk
     last_logits: Tensor | None  # [vocab_size] float32, what the last token was drawn from
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
 
     def to_json(self) -> dict[str, Any]:
         """The object that `ask --json` prints."""
-        measures = measures_to_json(self.tokens, self.plan, self.plan_actual_ms, self.timing)
+        measures = measures_to_json(
+            self.tokens, self.plan, self.plan_actual_ms, self.timing, self.speculation
+        )
         return {
             "session": self.session,
             "turn": self.turn,
@@ -135,4 +144,5 @@ class TurnResult:
             model=fields["model"],
             notices=tuple(fields["notices"]),
             last_logits=None,
+            speculation=SpeculationCounts(**fields["speculation"]),
         )

@@ -48,6 +48,7 @@ class Status:
             (2, f"plan {plan}" if plan != "none" else ""),
             (7, f"first token {duration(ttft)}" if ttft else ""),
             (6, f"{rate:.0f} tokens/s" if rate else ""),
+            (1, _guessed(self.stats.get("speculation", {}))),
             (3, f"from {tier(self.stats)}" if came else ""),
         ]
 
@@ -56,6 +57,12 @@ class Status:
             return ""
         filled = bar(self.used, 0, self.limit, 6)
         return f"{filled} {count(self.used)}/{short(self.limit)}"
+
+
+def _guessed(speculation: dict[str, Any]) -> str:
+    """How many of the drafted tokens were right."""
+    drafted = speculation.get("drafted", 0)
+    return f"{100 * speculation['accepted'] // drafted}% of guesses right" if drafted else ""
 
 
 _CAME = (("reused", "reused"), ("loaded", "loaded"), ("computed", "computed"))

@@ -92,7 +92,7 @@ def test_the_end_of_a_reply_is_in_the_log_once(model: str, monkeypatch: pytest.M
         tokenizer = chat.runtime.tokenizer
         im_end = tokenizer.special_ids["<|im_end|>"]
         picks = iter([*tokenizer.encode("fine"), im_end] * 2)
-        monkeypatch.setattr(Sampler, "pick", lambda self, logits: next(picks))
+        monkeypatch.setattr(Sampler, "pick", lambda self, logits, drawn: next(picks))
         results = [say(chat, "hello"), say(chat, "and you?")]
         for result, turn in zip(results, chat.conversation.turns, strict=True):
             assert (result.text, result.finish_reason) == ("fine", "stop")
@@ -235,7 +235,9 @@ def test_a_template_that_writes_the_date_writes_that_of_the_sessions_beginning(
     config = json.loads(path.read_text())
     config["chat_template"] = "{{ strftime_now('%d %b %Y') }}\n" + config["chat_template"]
     path.write_text(json.dumps(config))
-    monkeypatch.setattr(Sampler, "pick", lambda self, logits: 100)  # whatever the day does to it
+    monkeypatch.setattr(
+        Sampler, "pick", lambda self, logits, drawn: 100
+    )  # whatever the day does to it
     with opened(str(folder)) as chat:
         session = say(chat, "hello").session
         assert "20" in chat.runtime.tokenizer.decode(chat.conversation.log[:12])
