@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -235,3 +237,29 @@ def test_one_key_for_two_things_is_refused(tmp_path: Path) -> None:
         keymap(settings.read(path, {}))
     path.write_text("[keys]\nsend = 'ctrl+s'\nnewline = 'enter'\n")
     assert keymap(settings.read(path, {})) == {"send": "ctrl+s", "newline": "enter"}
+
+
+def test_the_page_lists_every_setting_and_key() -> None:
+    script = Path(__file__).resolve().parents[2] / "scripts" / "settings_reference"
+    done = subprocess.run(
+        [sys.executable, str(script), "--check"],
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_options_and_settings_of_commands_are_the_same() -> None:
+    """Each setting's flag exists where the table says, and nowhere does a flag miss its setting."""
+    for setting in SETTINGS.values():
+        for path in setting.commands:
+            command: click.Command = cli
+            for name in path.split():
+                assert isinstance(command, click.Group)
+                found = command.get_command(click.Context(command), name)
+                assert found is not None
+                command = found
+            flags = [flag for param in command.params for flag in param.opts]
+            assert setting.flag in flags, f"chatkv {path} has no {setting.flag}"
