@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from chatkv.engine.budget import CHUNK_TOKENS
+from chatkv.engine.device_draws import BYTES_PER_LOGIT, ROWS
 from chatkv.engine.pool import BLOCK_TOKENS
 from chatkv.engine.runner import GRAPH_SIZES
 from chatkv.errors import ModelError
@@ -32,7 +33,7 @@ class Ledger:
 
     weights: int  # rotary tables included
     activations: int  # of the longest step
-    graphs: int  # results and intermediates that recorded steps keep
+    graphs: int  # results and intermediates that recorded steps keep, and drawing from them
     staging: int  # slabs on their way to the pool
     workspace: int
     kv_pool: int
@@ -55,7 +56,8 @@ def ledger(config: ModelConfig, itemsize: int, num_blocks: int, staging: int) ->
         weights=weight_bytes(config, itemsize),
         activations=activation_bytes(config, itemsize, STEP_TOKENS, most),
         graphs=sum(GRAPH_SIZES) * config.vocab_size * 4
-        + activation_bytes(config, itemsize, most, most),
+        + activation_bytes(config, itemsize, most, most)
+        + drawing_bytes(config, most),
         staging=staging,
         workspace=WORKSPACE_BYTES,
         kv_pool=num_blocks * block_bytes(config, itemsize),
@@ -85,6 +87,11 @@ def weight_bytes(config: ModelConfig, itemsize: int) -> int:
     """Of the weights and the rotary tables of a decoder on a GPU."""
     rotary = 2 * config.max_position * config.head_dim
     return itemsize * (sum(map(prod, expected_shapes(config).values())) + rotary)
+
+
+def drawing_bytes(config: ModelConfig, num_seqs: int) -> int:
+    """Copies of the logits of two steps, and what drawing from a few rows of them takes."""
+    return config.vocab_size * (2 * 4 * num_seqs + ROWS * BYTES_PER_LOGIT)
 
 
 def block_bytes(config: ModelConfig, itemsize: int) -> int:

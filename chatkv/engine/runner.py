@@ -8,7 +8,7 @@ the smallest that it fits into, its last rows standing for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -17,8 +17,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from chatkv.engine.decode_graph import DecodeGraph, Launch, Record, Row
+from chatkv.engine.device_draws import can_draw
+from chatkv.engine.options import SamplingOptions
 from chatkv.engine.paged import PagedPool
 from chatkv.engine.pool import BLOCK_TOKENS, BlockPool, Pool, RunSpan
+from chatkv.engine.sampling import Sampler
 from chatkv.engine.scheduler import Piece
 from chatkv.engine.sequence import TokenSequence
 from chatkv.model.batch import PagedBatch
@@ -27,16 +31,15 @@ from chatkv.model.decoder import Decoder
 # Sequences that the graphs are recorded for; a step of more runs without one.
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
-# A pass over tensors that stay where they are, and what it returns: record(step) runs it, and gives
-# its result and a function that runs it again, writing over that result.
-Record = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
-
 
 class Runner(Protocol):
     """Computes steps."""
 
     def forward(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
-        """`Piece.logits` of each piece, on the CPU."""
+        """`Piece.logits` of each piece, on the CPU where its token is not drawn already."""
+
+    def can_draw(self, sampler: Sampler) -> bool:
+        """Whether steps that decode may draw the next token of this sampler (`Piece.sampler`)."""
 
 
 def runner_for(decoder: Decoder, pool: Pool) -> Runner:
@@ -68,38 +71,76 @@ class SpanRunner:
         logits = self.decoder.forward(torch.tensor(ids, device=device), spans, rows=wanted)
         return by_piece(logits, pieces)
 
+    def can_draw(self, sampler: Sampler) -> bool:
+        return False
+
 
 class PagedRunner:
     """All sequences together, over blocks that lie anywhere. record None: without graphs.
 
-    A step has left the device when `forward` returns, so the blocks of a turn that ends may be
-    given to another one.
+    Where every token of a recorded step is drawn on the device, the step behind it is launched
+    before anybody has seen them: the device never waits for a turn. Turns that go on as expected
+    find their next step on its way; where one joins, or says something else, it was for nothing.
+    Nobody is harmed by it: it writes behind the tokens that count, into blocks that are the turn's
+    when it is launched, and whatever is done with these later is done behind it.
     """
 
     def __init__(self, decoder: Decoder, pool: PagedPool, record: Record | None) -> None:
         self.decoder, self.pool, self._record = decoder, pool, record
         self._graphs: dict[int, DecodeGraph] = {}
+        self._tokens = torch.zeros(GRAPH_SIZES[-1], dtype=torch.int64, device=pool.device)
+        self._ahead: Launch | None = None
+        self.num_ahead = 0  # steps that were on their way when turns asked for them
+
+    def can_draw(self, sampler: Sampler) -> bool:
+        return self._record is not None and can_draw(sampler)
 
     def forward(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
-        graph = self._graph_for(pieces)
-        logits = graph.run(pieces) if graph is not None else self._pass(pieces)
-        return by_piece(_on_host(logits), pieces)
+        launch, self._ahead = self._ahead, None
+        rows = launch.rows_of(pieces) if launch is not None else None
+        if launch is not None and rows is not None:
+            self.num_ahead += 1
+        else:
+            graph = self._graph_for(pieces)
+            if graph is None:
+                return by_piece(_on_host(self._pass(pieces)), pieces)
+            rows = list(range(len(pieces)))
+            launch = graph.launch([Row.of(piece) for piece in pieces])
+        if all(piece.may_go_ahead for piece in pieces):
+            behind = [launch.rows[row].behind(row) for row in rows]
+            self._ahead = self._graph_of(len(pieces)).launch(behind)
+        tokens = launch.tokens()
+        if self._ahead is not None:
+            self._ahead.ids = [tokens[row] for row in rows]
+        for piece, row in zip(pieces, rows, strict=True):
+            if piece.sampler is not None and tokens[row] >= 0:
+                piece.token = tokens[row]
+        is_drawn = all(piece.token is not None for piece in pieces)
+        logits = launch.logits if is_drawn else _on_host(launch.logits)
+        return [logits[row] for row in rows]
 
     def prepare(self) -> None:
         """Compile and record what the first turn will need, so that it waits for neither."""
         sequence = TokenSequence([0, 0, 0])
         self.pool.reserve(sequence.run, 3)
         self.forward([Piece(sequence, 0, 2)])
-        self.forward([Piece(sequence, 2, 3, is_decode=True)])
+        sampler = Sampler(SamplingOptions(), 0)
+        self.forward([Piece(sequence, 2, 3, is_decode=True, sampler=sampler)])
         self.pool.release(sequence.run)
 
     def _graph_for(self, pieces: Sequence[Piece]) -> DecodeGraph | None:
         is_decode = all(piece.length == 1 and piece.wait_layer is None for piece in pieces)
         if self._record is None or not is_decode or len(pieces) > GRAPH_SIZES[-1]:
             return None
-        size = next(size for size in GRAPH_SIZES if size >= len(pieces))
+        return self._graph_of(len(pieces))
+
+    def _graph_of(self, num_rows: int) -> DecodeGraph:
+        assert self._record is not None
+        size = next(size for size in GRAPH_SIZES if size >= num_rows)
         if size not in self._graphs:
-            self._graphs[size] = DecodeGraph(self.decoder, self.pool, size, self._record)
+            self._graphs[size] = DecodeGraph(
+                self.decoder, self.pool, size, self._record, self._tokens
+            )
         return self._graphs[size]
 
     def _pass(self, pieces: Sequence[Piece]) -> Tensor:
@@ -132,58 +173,6 @@ class PagedRunner:
         )
         wanted = wanted_rows(pieces, device)
         return self.decoder.forward(tensor(ids, torch.int64), batch, rows=wanted)
-
-
-class DecodeGraph:
-    """A pass for up to `size` sequences with one new token each.
-
-    What changes from step to step lies in one tensor of int32, `inputs`, that is copied to the
-    device whole: ids, positions, slots and lengths of the rows, then their block tables. A row
-    that stands for nothing has a slot below zero and no length.
-    """
-
-    def __init__(self, decoder: Decoder, pool: PagedPool, size: int, record: Record) -> None:
-        self._decoder, self._pool = decoder, pool
-        self._max_blocks = min(-(-decoder.max_position // BLOCK_TOKENS), pool.num_blocks)
-        # Rows begin at multiples of 16 bytes: kernels are compiled anew for addresses that do not.
-        width = -(-size // 4) * 4
-        num_inputs = 4 * width + size * self._max_blocks
-        is_gpu = pool.device.type == "cuda"
-        self._host = torch.zeros(num_inputs, dtype=torch.int32, pin_memory=is_gpu)
-        self._inputs = torch.empty_like(self._host, device=pool.device)
-        numbers = self._host.numpy()
-        self._rows = numbers[: 4 * width].reshape(4, width)[:, :size]
-        self._table = numbers[4 * width :].reshape(size, self._max_blocks)
-        self._device_rows = self._inputs[: 4 * width].view(4, width)[:, :size]
-        self._device_table = self._inputs[4 * width :].view(size, self._max_blocks)
-        self._fill(())
-        self.logits, self._replay = record(self._step)
-
-    @torch.inference_mode()
-    def run(self, pieces: Sequence[Piece]) -> Tensor:
-        """Logits after each piece, on the device; the next run writes over them."""
-        self._fill(pieces)
-        self._replay()
-        return self.logits[: len(pieces)]
-
-    def _fill(self, pieces: Sequence[Piece]) -> None:
-        ids, positions, slots, lengths = self._rows
-        ids[:] = positions[:] = lengths[:] = 0
-        slots[:] = -1
-        for row, piece in enumerate(pieces):
-            blocks = piece.sequence.run.blocks[: -(-piece.stop // BLOCK_TOKENS)]
-            ids[row] = piece.sequence.ids[piece.start]
-            positions[row] = piece.start
-            slots[row] = blocks[-1] * BLOCK_TOKENS + piece.start % BLOCK_TOKENS
-            lengths[row] = piece.stop
-            self._table[row, : len(blocks)] = blocks
-        self._inputs.copy_(self._host, non_blocking=True)
-
-    def _step(self) -> Tensor:
-        ids, positions, slots, lengths = self._device_rows
-        table = self._device_table
-        batch = PagedBatch(self._pool.blocks, positions, slots.long(), table, lengths)
-        return self._decoder.forward(ids, batch)
 
 
 def wanted_rows(pieces: Sequence[Piece], device: torch.device) -> Tensor | None:

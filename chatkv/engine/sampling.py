@@ -44,6 +44,15 @@ class Sampler:
         self.grammar.accept(token)
         return token
 
+    def accept(self, token: int) -> int:
+        """A token that somebody else has drawn as `pick` would have, with `number_to_pick`."""
+        self.draws += self.options.temperature > 0
+        return token
+
+    def number_to_pick(self, draw_number: int) -> float:
+        """What decides that draw, from [0, 1)."""
+        return self._numbers(draw_number)[_TO_PICK]
+
     def propose(self, logits: Tensor, ahead: int) -> Drawn:
         """A guess at the token after the next `ahead` ones, from the logits of somebody who drafts.
         Draws nothing that is counted."""
@@ -70,19 +79,19 @@ class Sampler:
         """Token ids and their probabilities (float64, most likely first, not renormalised after
         the cut) under temperature, then top-k, top-p and min-p."""
         options = self.options
-        scaled = logits.double() / options.temperature
+        scaled = (logits.double() - logits.max()) / options.temperature  # finite, however small
         full = scaled.shape[0]
         total = torch.logsumexp(scaled, 0)
         count = options.top_k if 0 < options.top_k < full else full
         if options.top_k == 0 and (options.top_p < 1 or options.min_p > 0):
             count = min(HEAD_TOKENS, full)
-        values, ids = scaled.topk(count)
+        values, ids = _largest(scaled, count)
         if options.top_k:
             total = torch.logsumexp(values, 0)
         probabilities = (values - total).exp()
         kept = self._kept(probabilities)
         if kept == count < full and options.top_k == 0:
-            values, ids = scaled.sort(descending=True)
+            values, ids = scaled.sort(descending=True, stable=True)
             probabilities = (values - total).exp()
             kept = self._kept(probabilities)
         return ids[:kept], probabilities[:kept]
@@ -104,3 +113,14 @@ class Sampler:
         """Of one draw, from [0, 1): all of one block of the generator, so no draw shares any."""
         generator = np.random.Generator(np.random.Philox(key=self.seed, counter=draw_number))
         return [float(number) for number in generator.random(3)]
+
+
+def _largest(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest numbers and their ids, of equals the lowest first: of logits in 16 bits many are
+    equal, and which of them `topk` takes differs from device to device."""
+    values, ids = scaled.topk(count)
+    num_last = int((values == values[-1]).sum())
+    equal_to_last = (scaled == values[-1]).nonzero()[:num_last, 0]
+    ids = torch.cat([ids[: count - num_last].sort().values, equal_to_last])
+    values, order = scaled[ids].sort(descending=True, stable=True)
+    return values, ids[order]

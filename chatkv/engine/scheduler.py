@@ -23,6 +23,7 @@ from torch import Tensor
 
 from chatkv.engine.budget import LEAST_TOKENS, StepBudget
 from chatkv.engine.draft_costs import DraftCosts
+from chatkv.engine.sampling import Sampler
 from chatkv.engine.sequence import TokenSequence
 
 # How long a step waits for a turn that is still busy with what the last step gave it: so much, or
@@ -64,6 +65,11 @@ class Piece:
     is_background: bool = False
     wait_layer: Callable[[int], None] | None = None
     draft: Sequence[int] = ()
+    # How the token that follows is drawn, where the runner may draw it, and put it into `token`;
+    # and whether there is room for its KV, so that the step behind this one may begin.
+    sampler: Sampler | None = None
+    may_go_ahead: bool = False
+    token: int | None = None
     # After the last token computed, [vocab_size] float32. With a draft: after the one in front of
     # it and after each of its tokens, [1 + num_drafted, vocab_size].
     logits: Tensor | None = None

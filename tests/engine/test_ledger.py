@@ -14,7 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
-from chatkv.engine.ledger import activation_bytes, fit, ledger, weight_bytes
+from chatkv.engine.device_draws import ROWS, draw_rows
+from chatkv.engine.ledger import activation_bytes, drawing_bytes, fit, ledger, weight_bytes
 from chatkv.engine.on_device import engine_on
 from chatkv.engine.paged import PagedPool
 from chatkv.errors import ModelError
@@ -130,6 +131,17 @@ def test_activations(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> No
         decoder.forward(ids, batch)
     said = activation_bytes(config, 4, rows, num_seqs)
     assert peak.num_bytes <= said <= 1.1 * peak.num_bytes
+
+
+def test_drawing() -> None:
+    """From as many rows as are drawn from at once; the rest of what is said are copies of logits."""
+    config = replace(CONFIG, vocab_size=4096)
+    logits = torch.randn(ROWS, config.vocab_size)
+    settings, tokens = torch.full((ROWS, 5), 0.5, dtype=torch.float64), logits.argmax(1)
+    with Peak(logits, settings, tokens) as peak:
+        draw_rows(logits, settings, tokens)
+    said = drawing_bytes(config, 0)
+    assert peak.num_bytes <= said <= 1.5 * peak.num_bytes
 
 
 def test_the_pool_gets_what_is_left() -> None:
