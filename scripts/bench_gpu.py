@@ -16,10 +16,23 @@ from typing import Literal
 
 import torch
 from bench_common import Figure, Options, run, say
-from gpu_figures import Found, Sizes, naive, sections
+from gpu_figures import (
+    DEVICE_CODECS,
+    STORED_CODECS,
+    Found,
+    Sizes,
+    answers,
+    codec,
+    copies,
+    decode,
+    linears,
+    memory,
+    prefill,
+)
 from gpu_rig import LLAMA_8B, SMOLLM2, Rig
+from gpu_storage import from_disk, from_host, naive, plans, saving
 
-QUICK = Sizes(decode=(512,), prefill=(2048,), restored=8192, stored=1024, saved=64, copied=1 << 28)
+QUICK = Sizes(decode=(512,), prefill=(2048,), stored=1024, copied=1 << 28)
 BUDGET_S = 210  # no section begins after that
 NO_GPU = "not measured: no GPU here"
 
@@ -59,17 +72,23 @@ def wanted(sizes: Sizes) -> Iterator[Wanted]:
     yield Wanted("ledger", "% off the peak", goal=5, goal_of="value", goal_is="<=")
     for num_tokens in sizes.decode:
         yield Wanted(f"decode at {num_tokens}", "GB/s", "HBM copy", 0.85)
+    for name in ("greedy", "sampled"):
+        yield Wanted(f"answer, {name}", "ms a token", "steps alone", 1.03, goal_is="<=")
     for num_tokens in sizes.prefill:
         yield Wanted(f"prefill of {num_tokens}", "tokens/s", "SDPA, plain memory", 0.95)
     yield Wanted("restore from host memory", "GB/s", "pinned copy", 0.9)
-    for codec in ("lossless", "packed"):
-        yield Wanted(f"restore from disk, {codec}, warm", "GB/s", "one thread", 3)
-        yield Wanted(f"restore from disk, {codec}, cold", "GB/s", "the disk's rate x ratio", 0.9)
+    for name in STORED_CODECS:
+        yield Wanted(f"restore from disk, {name}, warm", "GB/s", "one thread", 3)
+        yield Wanted(f"restore from disk, {name}, cold", "GB/s", "the disk's rate x ratio", 0.9)
     yield Wanted("both ends", "tokens/s", "load rate + prefill rate", 0.85)
+    yield Wanted("planner", "ms", "the best plan", 1.05, goal_is="<=")
     yield Wanted("decode while saving", "ms a token", "not saving", 1.03, goal_is="<=")
-    yield Wanted("packing", "GB/s", goal=500, goal_of="value")
-    yield Wanted("unpacking", "GB/s", goal=500, goal_of="value")
-    yield Wanted("linears of one row", "GB/s", "cuBLAS")
+    for name in DEVICE_CODECS:
+        goal = 500 if name == "packed" else None
+        yield Wanted(f"packing, {name}", "GB/s", goal=goal, goal_of="value")
+        yield Wanted(f"unpacking, {name}", "GB/s", goal=goal, goal_of="value")
+    for weights in ("", ", int8", ", fp8", ", int4"):
+        yield Wanted(f"linears of one row{weights}", "GB/s", "cuBLAS, 16 bits")
     yield Wanted("resume, small model", "ms", "transformers, torch.load", less_is_better=True)
     yield Wanted("token, small model", "ms", "transformers", less_is_better=True)
 
@@ -91,6 +110,23 @@ def measure(options: Options) -> list[Figure]:
     if time.perf_counter() - began < BUDGET_S:
         found |= naive(Rig(SMOLLM2, 2 * sizes.stored + 4096, device), sizes)
     return [figure.figure(found, "not measured on this machine") for figure in wanted(sizes)]
+
+
+def sections(rig: Rig, sizes: Sizes) -> Iterator[Found]:
+    """All of one model but `naive`, the roofs first."""
+    roofs = copies(rig, sizes)
+    yield roofs
+    yield memory(rig, sizes)
+    yield decode(rig, sizes, roofs["HBM copy"][0])
+    yield answers(rig, sizes)
+    yield prefill(rig, sizes)
+    yield from_host(rig, sizes, roofs["pinned host to device"][0])
+    for name in STORED_CODECS:
+        yield from_disk(rig, sizes, name)
+    yield plans(rig, sizes)
+    yield saving(rig, sizes)
+    yield codec(rig, sizes)
+    yield linears(rig, sizes)
 
 
 def compiled(quick: bool) -> list[Figure]:

@@ -23,7 +23,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         import bench_gpu
 
         yield bench_gpu
-    for name in ("bench_gpu", "bench_common", "gpu_figures", "gpu_rig"):
+    for name in ("bench_gpu", "bench_common", "gpu_figures", "gpu_rig", "gpu_storage"):
         sys.modules.pop(name, None)
 
 
@@ -50,13 +50,13 @@ def test_every_section_measures_its_figures(bench: Any, monkeypatch: pytest.Monk
     )
     rig = gpu_rig.Rig(tiny, 1024, torch.device("cpu"))
     found: dict[str, Any] = {}
-    for section in gpu_figures.sections(rig, sizes):
+    for section in bench.sections(rig, sizes):
         found |= section
-    found |= gpu_figures.naive(rig, sizes)
+    found |= bench.naive(rig, sizes)
     rig.close()
     # Both ends are compared only where they take about as long; the ledger needs a GPU.
     unsure = {"both ends", "ledger"} | {
-        f"restore from disk, {c}, cold" for c in ("lossless", "packed")
+        f"restore from disk, {c}, cold" for c in gpu_figures.STORED_CODECS
     }
     names = {figure.name for figure in bench.wanted(sizes)}
     assert set(found) <= names and names - set(found) <= unsure

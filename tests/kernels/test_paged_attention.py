@@ -130,7 +130,7 @@ def test_decode_agrees_at_length(device: torch.device, case: Case) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(case=cases(longest=300, most_new=100))
 def test_prefill_agrees_at_length(device: torch.device, case: Case) -> None:
     check_prefill(device, case)

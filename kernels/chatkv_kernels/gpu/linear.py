@@ -51,7 +51,8 @@ def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
     tensors = (weight, weight.stride(0))
-    return launch(_linear, x, weight.shape[0], tensors, TILES, None, bias, residual)
+    constants = {"FLOAT": False, "NATIVE": False}
+    return launch(multiply, x, len(weight), tensors, TILES, None, bias, residual, **constants)
 
 
 def launch(
@@ -132,7 +133,18 @@ def store(sums, output, out, scales, bias, residual, rows, num_outputs, ROWS: tl
 
 
 @triton.jit
-def _linear(
+def _from_e4m3(codes, like, NATIVE: tl.constexpr):
+    """The numbers of codes in the dtype of `like`; without hardware for it, 256 times too small."""
+    if NATIVE:
+        return codes.to(tl.float8e4nv, bitcast=True).to(like.dtype)
+    # The bits of e4m3 as those of a float16 of the same digits, whose exponent is biased by 8 more.
+    words = codes.to(tl.int16)
+    words = (words & 0x7F) << 7 | (words & 0x80) << 8
+    return words.to(tl.float16, bitcast=True).to(like.dtype)
+
+
+@triton.jit
+def multiply(
     x,
     x_stride,
     weight,
@@ -148,7 +160,10 @@ def _linear(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     ROWS: tl.constexpr,
+    FLOAT: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
+    """Weights are numbers of x's dtype, or codes that stand for some: int8, or with FLOAT e4m3."""
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.arange(0, ROWS)[None, :]
     # Outputs past the end read the last one: nothing is written of them.
@@ -158,9 +173,12 @@ def _linear(
     for start in range(first, tl.minimum(first + steps * INPUTS, num_inputs), INPUTS):
         place = start + tl.arange(0, INPUTS)
         inside = place < num_inputs
-        numbers = tl.load(of_output + place[None, :], inside[None, :], 0)
+        codes = tl.load(of_output + place[None, :], inside[None, :], 0)
         inputs = tl.load(x + row * x_stride + place[:, None], inside[:, None] & (row < rows), 0)
+        numbers = _from_e4m3(codes, inputs, NATIVE) if FLOAT else codes.to(inputs.dtype)
         sums = tl.dot(numbers, inputs, sums, input_precision="ieee")
+    if FLOAT and not NATIVE:
+        sums *= 256.0
     store(sums, output, out, scales, bias, residual, rows, num_outputs, ROWS)
 
 

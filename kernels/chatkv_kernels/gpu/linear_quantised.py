@@ -1,5 +1,5 @@
-"""See `chatkv_kernels.linear_quantised`. The programs of `linear`, whose weights become numbers of
-x's dtype in registers, exactly; scales are applied to float32 sums."""
+"""See `chatkv_kernels.linear_quantised`. The programs of `linear`: weights become numbers of x's
+dtype in registers, exactly; scales are applied to float32 sums."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chatkv_kernels.gpu.linear import Tiles, launch, store
+from chatkv_kernels.gpu.linear import Tiles, launch, multiply, store
 from chatkv_kernels.gpu.spec import Shape, meta, per_shape
 from chatkv_kernels.gpu.target import target_of
 from chatkv_kernels.linear_quantised import GROUP_SIZES, RUN, RUN_WORDS, Weight4, Weight8
@@ -24,7 +24,7 @@ def linear_int8(
     codes, scales = weight
     tensors = (codes, codes.stride(0))
     constants = {"FLOAT": False, "NATIVE": False}
-    return launch(_linear8, x, len(codes), tensors, TILES8, scales, bias, residual, **constants)
+    return launch(multiply, x, len(codes), tensors, TILES8, scales, bias, residual, **constants)
 
 
 def linear_fp8(
@@ -33,7 +33,7 @@ def linear_fp8(
     codes, scales = weight
     tensors = (codes.view(torch.uint8), codes.stride(0))
     constants = {"FLOAT": True, "NATIVE": target_of(x.device).arch >= 89}
-    return launch(_linear8, x, len(codes), tensors, TILES8, scales, bias, residual, **constants)
+    return launch(multiply, x, len(codes), tensors, TILES8, scales, bias, residual, **constants)
 
 
 def linear_int4(
@@ -43,55 +43,6 @@ def linear_int4(
     tensors = (codes, scales, zeros, len(scales))
     constants = {"GROUP": group_size, "BFLOAT": x.dtype == torch.bfloat16}
     return launch(_linear4, x, codes.shape[1], tensors, TILES4, None, bias, residual, **constants)
-
-
-@triton.jit
-def _from_e4m3(codes, like, NATIVE: tl.constexpr):
-    """The numbers of codes in the dtype of `like`; without hardware for it, 256 times too small."""
-    if NATIVE:
-        return codes.to(tl.float8e4nv, bitcast=True).to(like.dtype)
-    # The bits of e4m3 as those of a float16 of the same digits, whose exponent is biased by 8 more.
-    words = codes.to(tl.int16)
-    words = (words & 0x7F) << 7 | (words & 0x80) << 8
-    return words.to(tl.float16, bitcast=True).to(like.dtype)
-
-
-@triton.jit
-def _linear8(
-    x,
-    x_stride,
-    weight,
-    weight_stride,
-    out,
-    scales,
-    bias,
-    residual,
-    rows,
-    num_outputs,
-    num_inputs,
-    steps,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    FLOAT: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    row = tl.arange(0, ROWS)[None, :]
-    # Outputs past the end read the last one: nothing is written of them.
-    of_output = weight + tl.minimum(output, num_outputs - 1).to(tl.int64)[:, None] * weight_stride
-    sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    first = tl.program_id(1) * steps * INPUTS
-    for start in range(first, tl.minimum(first + steps * INPUTS, num_inputs), INPUTS):
-        place = start + tl.arange(0, INPUTS)
-        inside = place < num_inputs
-        codes = tl.load(of_output + place[None, :], inside[None, :], 0)
-        inputs = tl.load(x + row * x_stride + place[:, None], inside[:, None] & (row < rows), 0)
-        numbers = _from_e4m3(codes, inputs, NATIVE) if FLOAT else codes.to(inputs.dtype)
-        sums = tl.dot(numbers, inputs, sums, input_precision="ieee")
-    if FLOAT and not NATIVE:
-        sums *= 256.0
-    store(sums, output, out, scales, bias, residual, rows, num_outputs, ROWS)
 
 
 @triton.jit
