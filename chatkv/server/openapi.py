@@ -205,11 +205,13 @@ ANSWERS: dict[str, Schema] = {
     "/health": _object(["status"], status={"const": "ok"}),
     "/openapi.json": _object(["openapi", "info", "paths"]),
 }
+SSE, NDJSON = "text/event-stream", "application/x-ndjson"
 STREAMS = {
-    **dict.fromkeys(("/v1/chat/completions", "/v1/completions"), "text/event-stream"),
-    **dict.fromkeys(("/v1/responses", "/v1/messages"), "text/event-stream"),
-    **dict.fromkeys(("/api/chat", "/api/generate"), "application/x-ndjson"),
+    **dict.fromkeys(("/v1/chat/completions", "/v1/completions"), SSE),
+    **dict.fromkeys(("/v1/responses", "/v1/messages"), SSE),
+    **dict.fromkeys(("/api/chat", "/api/generate"), NDJSON),
 }
+PIECE = {SSE: _object(["data"], event=TEXT, data=TEXT), NDJSON: ANY}  # of each event, or line
 TEXTS = {"/", "/metrics"}
 OWN_REQUESTS: dict[str, type] = {
     "/sessions": wire.OpenRequest,
@@ -291,6 +293,6 @@ def _answers(path: str, method: str) -> dict[str, Any]:
             {"text/html": {"schema": TEXT}} if path == "/" else {}
         )
     if method == "POST" and path in _OWN_STREAMS:
-        return {"application/x-ndjson": {"schema": TEXT}}
+        return {NDJSON: {"schema": PIECE[NDJSON]}}
     found = {"application/json": {"schema": ANSWERS.get(path, ANY)}}
-    return found | ({STREAMS[path]: {"schema": TEXT}} if path in STREAMS else {})
+    return found | ({STREAMS[path]: {"schema": PIECE[STREAMS[path]]}} if path in STREAMS else {})

@@ -152,3 +152,10 @@ def test_sizes_are_bounded_and_an_end_is_needed() -> None:
     assert not endless.stop_ids
     with pytest.raises(UsageError, match="no token that ends"):
         GrammarState(endless, "start: /x/")
+
+
+def test_the_smallest_temperature_is_greedy() -> None:
+    logits = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    for min_p in (0.0, 0.05):
+        sampler = Sampler(SamplingOptions(5e-324, 1.0, 0, min_p), seed=1)
+        assert sampler.pick(logits) == int(logits.argmax())
