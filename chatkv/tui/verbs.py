@@ -150,7 +150,7 @@ class Verbs(Talk):
         number = slash.turn_number(Call("why", argument), len(self._turns))
         turn, panel = self._turns[number - 1], self._chat.query_one(TimelinePanel)
         if "tokens" not in turn.stats:
-            raise UsageError(f"turn {number} was cut off before anything was measured")
+            raise UsageError(f"nothing was measured of turn {number}")
         panel.show(number, turn.stats, self._start.explain(self._session, number))
         self._chat.show_timeline(True)
 
