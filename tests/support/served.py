@@ -18,9 +18,13 @@ from chatkv.server.listen import Access, Listen
 
 
 @contextmanager
-def served(*models: str, access: Access = Access()) -> Iterator[str]:  # noqa: B008
+def served(
+    *models: str,
+    access: Access = Access(),  # noqa: B008
+    port: int = 0,
+) -> Iterator[str]:
     """The address of a server in the home that is in force."""
-    listen = Listen(port=0, access=access, models=models)
+    listen = Listen(port=port, access=access, models=models)
     process = engines._CONTEXT.Process(target=_serve, args=(dict(os.environ), listen), daemon=True)
     process.start()
     try:

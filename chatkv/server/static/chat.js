@@ -3,11 +3,12 @@
 import { announce, byId, el } from "./dom.js";
 import { Progress } from "./progress.js";
 import { Session } from "./session.js";
-import { TurnView, notice, welcome } from "./turn.js";
+import { TurnView, isUnfinished, notice, welcome } from "./turn.js";
 import { thoughtsIn } from "./markdown.js";
 import { count } from "./words.js";
 
 const NEAR_END_PX = 80;
+const LOOK_AGAIN_MS = 500;
 
 /** `page`: what else there is. composer, sidebar, models, settings; and `went(session)`. */
 export class Chat {
@@ -53,9 +54,21 @@ export class Chat {
       if (session !== this.session) return;
       this.show();
       this.goToEnd();
+      await this.watch();
+      if (session !== this.session) return;
       await this.ready("");
       await this.restore();
     });
+  }
+
+  /** Another window or program is answering in it: look again until that is done. */
+  async watch() {
+    const { session } = this;
+    while (session === this.session && session.turns.length && isUnfinished(session.turns.at(-1))) {
+      await new Promise((resolve) => setTimeout(resolve, LOOK_AGAIN_MS));
+      await session.load();
+      if (session === this.session && !this.isAnswering) this.update();
+    }
   }
 
   leave() {
@@ -134,9 +147,10 @@ export class Chat {
     view.begin();
     announce("Answering");
     let result = null;
-    await this.guarded(async () => {
+    const problem = await failing(async () => {
       for await (const event of await begin()) {
         if (session !== this.session) return;
+        this.page.went(session.id); // it is saved, and is found again from now on
         if (event.event === "progress") this.progress.follow(event);
         else if (event.event === "text") this.grew(view, event.text);
         else if (event.event === "result") result = event.data;
@@ -147,6 +161,7 @@ export class Chat {
     this.progress.hide();
     this.page.composer.answering(false);
     await this.answered(session, result);
+    if (problem && session === this.session) this.complain(problem);
     return result !== null || session.turns.length >= view.turn.turn;
   }
 
@@ -166,10 +181,11 @@ export class Chat {
       () => false,
     );
     if (session !== this.session) return;
+    const last = this.views.at(-1);
     if (isKnown) this.update();
-    else if (result) this.views.at(-1).become({ ...this.views.at(-1).turn, reply: result.text, ...result }, null);
+    else if (result) last.become({ ...last.turn, reply: result.text, finish_reason: result.finish_reason, stats: result.stats }, null);
+    else this.show();
     for (const line of result?.notices ?? []) this.list.append(notice(line));
-    if (session.turns.length) this.page.went(session.id);
     this.page.sidebar.refresh().catch(() => {});
   }
 
@@ -221,22 +237,30 @@ export class Chat {
     this.progress.hide();
   }
 
-  /** Do it; what is refused is said, and what was left is forgotten. */
+  /** Do it, and say what is refused. */
   async guarded(work) {
     const { session } = this;
-    try {
-      return await work();
-    } catch (error) {
-      if (session !== this.session || error.name === "AbortError") return null;
-      session.isOpen = false;
-      this.progress.hide();
-      const line = notice(error.message);
-      line.classList.add("error");
-      line.setAttribute("role", "alert");
-      this.list.append(line);
-      this.goToEnd();
-      return null;
-    }
+    const problem = await failing(work);
+    if (problem && session === this.session) this.complain(problem);
+  }
+
+  complain(problem) {
+    this.session.isOpen = false;
+    this.progress.hide();
+    const line = notice(problem.message);
+    line.classList.add("error");
+    line.setAttribute("role", "alert");
+    this.list.append(line);
+    this.goToEnd();
+  }
+
+  /** What is open as the server has it, after it was away. */
+  async reload() {
+    const { session } = this;
+    if (!session.id || this.isAnswering) return;
+    session.isOpen = false;
+    await session.load();
+    if (session === this.session && !this.isAnswering) this.show();
   }
 
   // --- where one looks ----------------------------------------------------------------------------
@@ -250,5 +274,15 @@ export class Chat {
   goToEnd() {
     this.scroller.scrollTop = this.scroller.scrollHeight;
     this.noteEnd();
+  }
+}
+
+/** Do it; the error, null where there is none or nobody waits any more. */
+async function failing(work) {
+  try {
+    await work();
+    return null;
+  } catch (error) {
+    return error.name === "AbortError" ? null : error;
   }
 }

@@ -20,10 +20,11 @@ function show(title, content, buttons) {
 }
 
 const button = (value, words, more = {}) => el("button", { value, ...more }, words);
-const cancel = () => button("", "Cancel", { formnovalidate: true });
+// Not one that submits: Enter in a field is to save.
+const cancel = (more = {}) => el("button", { type: "button", onclick: (event) => event.target.closest("dialog").close(""), ...more }, "Cancel");
 
 export async function agreed(title, text, words) {
-  return (await show(title, [el("p", {}, text)], [button("", "Cancel", { autofocus: true }), button("yes", words, { class: "danger" })])) === "yes";
+  return (await show(title, [el("p", {}, text)], [cancel({ autofocus: true }), button("yes", words, { class: "danger" })])) === "yes";
 }
 
 /** The text that was typed, null where nothing is to be changed. */

@@ -97,8 +97,8 @@ onReached(async (isReached) => {
   banner("The server cannot be reached. Trying again …");
   while (!(await isThere())) await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
   isAway = false;
-  banner("");
   await begin();
+  banner("");
 });
 
 onToken(dialogs.token);
@@ -106,7 +106,7 @@ onToken(dialogs.token);
 async function begin() {
   try {
     await Promise.all([models.load(), sidebar.refresh()]);
-    if (!chat.isAnswering) chat.session.isOpen = false;
+    await chat.reload();
     follow();
   } catch (error) {
     if (!(error instanceof Refused)) throw error;

@@ -11,6 +11,11 @@ const ENDS = {
   length: "The longest answer that is allowed ends here.",
 };
 
+/** Whether somebody is answering it just now. */
+export function isUnfinished(turn) {
+  return turn.state === "pending" || turn.state === "streaming";
+}
+
 /** `actions`: edit, regenerate, goOn, fork and take(turn), each given a turn. */
 export class TurnView {
   constructor(turn, actions, place = null) {
@@ -50,11 +55,17 @@ export class TurnView {
     this.element.setAttribute("aria-busy", "false");
     this.element.classList.remove("streaming");
     this.show(turn.reply, true);
-    const isDone = turn.finish_reason === "stop";
-    const end = isDone ? null : el("p", { class: "end" }, ENDS[turn.finish_reason] ?? "Not answered yet.");
-    if (end) end.append(" ", el("button", { type: "button", class: "quiet go-on", onclick: () => this.actions.goOn(turn) }, "Go on"));
     const panel = el("div", { hidden: true });
-    this.foot.replaceChildren(...[end, this.tools(place, panel), panel].filter(Boolean));
+    this.foot.replaceChildren(...[this.end(), this.tools(place, panel), panel].filter(Boolean));
+  }
+
+  /** Why the answer is not whole, null where it is. */
+  end() {
+    const { turn, actions } = this;
+    if (turn.finish_reason === "stop") return null;
+    if (isUnfinished(turn)) return el("p", { class: "end" }, "Being answered …");
+    const again = el("button", { type: "button", class: "quiet go-on", onclick: () => actions.goOn(turn) }, "Go on");
+    return el("p", { class: "end" }, ENDS[turn.finish_reason] ?? "Not answered yet.", " ", again);
   }
 
   tools(place, panel) {
