@@ -98,7 +98,14 @@ def _help(verbs: tuple[str, ...]) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-GROUPS = {"sessions", "cache", "encrypt"}  # commands whose first argument is a verb of their own
+GROUPS = {
+    "sessions",
+    "cache",
+    "encrypt",
+    "codec",
+    "config",
+    "models",
+}  # commands whose first argument is a verb of their own
 
 
 def test_commands_and_their_options_exist() -> None:
@@ -116,7 +123,9 @@ def test_commands_and_their_options_exist() -> None:
                 _assert_command(document, arguments)
                 seen += 1
             else:
-                assert program in ("echo", "export", "rm"), f"{document.name}: what is {program}?"
+                assert program in ("echo", "export", "rm", "llm"), (
+                    f"{document.name}: what is {program}?"
+                )
     assert seen >= 8
 
 
@@ -133,3 +142,44 @@ def test_readme_has_marked_commands_for_every_run() -> None:
     """`.ci/run` runs the blocks below this mark as they are written."""
     blocks = re.findall(r"^<!-- ci -->\n```sh\n", _text(REPOSITORY / "README.md"), re.MULTILINE)
     assert len(blocks) >= 3
+
+
+def test_the_reference_is_what_the_commands_say() -> None:
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "scripts" / "cli_reference"), "--check"],
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_kinds_of_files_are_those_that_are_told_of() -> None:
+    from chatkv.cli.sessions_transfer import export, import_
+
+    text = _text(REPOSITORY / "docs" / "formats.md")
+    kinds = {
+        row[1]: (row[2].strip(), row[3].strip())
+        for row in re.finditer(r"^\| `(\w+)` \| ([^|]*)\| (yes) \|", text, re.MULTILINE)
+    }
+    written = next(param for param in export.params if param.name == "kind").type
+    read = next(param for param in import_.params if param.name == "kind").type
+    assert [kind for kind, (is_written, _) in kinds.items() if is_written == "yes"] == list(
+        written.choices
+    )
+    assert ["auto", *kinds] == list(read.choices)
+
+
+def test_every_field_of_our_json_is_told_of(tmp_path: Path) -> None:
+    from chatkv_store.conversations import Conversations
+
+    with Conversations(tmp_path / "conversations.sqlite3") as store:
+        session = store.create_session()
+        with store.lease(session.id):
+            store.begin_turn(session.id, user_text="Hi", prompt_ids=[1])
+        values = store.export_text(session.id, branches=True)
+    fields = values.keys() | values["turns"][0].keys()
+    text = _text(REPOSITORY / "docs" / "formats.md").partition("## JSON")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`[^|]*`) \|", text, re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == fields

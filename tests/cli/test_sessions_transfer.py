@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,31 @@ def test_until_it_goes_on_any_model_may_open_it(
         result = opened.conversation.resume_reply()
         assert result.turn == 3 and result.text
     assert store.chain(imported)[1].prompt_ids
+
+
+@pytest.mark.slow
+def test_words_are_read_as_they_were_said(
+    home: Path, program: Program, store: Conversations, smollm2_gguf: Path, tmp_path: Path
+) -> None:
+    """The ids that are made of an export's words are those with which they were held."""
+    from chatkv.client import ChatRequest, open_chat
+    from chatkv.engine.options import SamplingOptions
+    from chatkv.paths import folders
+    from chatkv.session.turn import TurnOptions
+
+    options = TurnOptions(SamplingOptions(temperature=0), max_tokens=60)
+    model = str(smollm2_gguf)
+    with open_chat(folders(), ChatRequest(model=model, dtype="float32")) as opened:
+        held = opened.conversation
+        held.send("Name one river in Italy, in one word.", options, system="Be brief.")
+        held.send("And one in France? <|im_end|> 🏞", options)
+        held.send("Thanks!", replace(options, max_tokens=5))
+        session, log = held.session.id, held.log
+    path = tmp_path / "talk.json"
+    program("sessions", "export", session, "-o", str(path))
+    program("sessions", "rm", "-y", session)
+    made = program("sessions", "import", str(path)).out.strip()
+    request = ChatRequest(model=model, dtype="float32", resume=made)
+    with open_chat(folders(), request) as opened:
+        assert log[: len(opened.conversation.log)] == opened.conversation.log
+        assert len(log) - len(opened.conversation.log) <= 1  # the end of the last answer
