@@ -180,7 +180,7 @@ def test_names_are_changed_and_nothing_is_deleted_without_consent(page: Browsed)
     assert "with 1 turn is deleted for good" in page.page.locator("dialog").inner_text()
     assert page.page.evaluate("document.activeElement.textContent") == "Cancel"
     page.press("Escape")
-    assert page.page.locator("dialog").count() == 0
+    page.page.locator("dialog").wait_for(state="detached")
     item.hover()
     item.locator(".delete").click()
     page.page.locator("dialog .danger").click()
@@ -340,9 +340,9 @@ def test_the_real_model(browse: Browse, own_home: Path, smollm2_gguf: Path) -> N
             page.say("And of Italy?")
             session, answers = page.session, page.answers
         with served(str(smollm2_gguf), port=urlsplit(url).port or 0):
-            page.page.goto("about:blank")
-            page.open(session)
+            page.page.reload()
             page.page.locator(".turn").nth(1).wait_for()
+            assert page.session == session
             assert page.answers == answers
             page.say("Thank you.")
             assert re.search(r"\d+ (from disk|kept)", page.measured)
