@@ -35,6 +35,8 @@ from chatkv_store.errors import StoreError
 NAMED_S, ACCEPT_S = 30.0, 2.0
 # Silence in a stream is broken this often, by the wall clock.
 KEEPALIVE_S = 5.0
+# What is deeper than this no template and no grammar reads.
+MAX_DEPTH = 128
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,17 @@ async def body_of(request: Request) -> dict[str, Any]:
         raise UsageError(f"the request's body is no JSON: {error}") from None
     if not isinstance(body, dict):
         raise UsageError("the request's body must be a JSON object")
+    if not _is_flat(body, MAX_DEPTH):
+        raise UsageError(f"the request's JSON is nested more than {MAX_DEPTH} deep")
     return body
+
+
+def _is_flat(value: Any, levels: int) -> bool:
+    """Whether nothing in `value` lies deeper."""
+    if not isinstance(value, (dict, list)):
+        return True
+    inside = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(_is_flat(one, levels - 1) for one in inside)
 
 
 async def respond(

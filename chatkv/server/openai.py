@@ -72,6 +72,7 @@ class OpenAI:
             is_scratch=True,
             is_streamed=flag(body, "stream"),
             num_choices=num_choices(body),
+            num_logprobs=_logprobs(whole(body, "logprobs", None), "logprobs"),
             owner=owner_of(request),
         )
         wants = body.get("stream_options")
@@ -113,9 +114,7 @@ def chat_asked(request: Request, body: dict[str, Any]) -> Asked:
     limit = whole(body, "max_completion_tokens", None) or whole(body, "max_tokens", None)
     num_logprobs = None
     if flag(body, "logprobs"):
-        num_logprobs = whole(body, "top_logprobs", 0)
-        if not 0 <= num_logprobs <= MAX_LOGPROBS:
-            raise UsageError(f"top_logprobs must be from 0 to {MAX_LOGPROBS}")
+        num_logprobs = _logprobs(whole(body, "top_logprobs", 0), "top_logprobs")
     return Asked(
         text(body, "model", ""),
         messages,
@@ -139,6 +138,12 @@ def form_of(body: dict[str, Any], wanted: Any, tools: Sequence[dict[str, Any]]) 
         must = text(choice.get("function", choice), "name")
     is_one = not flag(body, "parallel_tool_calls", True)
     return Form(schema_in(wanted), calls_in(tools, must, is_one))
+
+
+def _logprobs(wanted: int | None, name: str) -> int | None:
+    if wanted is not None and not 0 <= wanted <= MAX_LOGPROBS:
+        raise UsageError(f"{name} must be from 0 to {MAX_LOGPROBS}")
+    return wanted
 
 
 def num_choices(body: dict[str, Any]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from itertools import accumulate
 from typing import Any
 
 from chatkv.server.answer import dumps
@@ -169,7 +170,8 @@ class CompletionWriter:
             case "progress" if event.stage == "prefill":
                 return f": prefill {event.done}/{event.total}\n\n".encode()
             case "text":
-                return self._chunk([_text_choice(event.data["choice"], event.text, None)])
+                logprobs = event.data.get("logprobs")
+                return self._chunk([_text_choice(event.data["choice"], event.text, None, logprobs)])
             case "result":
                 out = b""
                 for choice in event.data["choices"]:
@@ -184,7 +186,9 @@ class CompletionWriter:
 
     def whole(self, result: dict[str, Any]) -> dict[str, Any]:
         choices = [
-            _text_choice(one["index"], one["reasoning"] + one["content"], finish_of(one))
+            _text_choice(
+                one["index"], one["reasoning"] + one["content"], finish_of(one), one["logprobs"]
+            )
             for one in result["choices"]
         ]
         about = {"model": result["model"], "choices": choices}
@@ -194,5 +198,21 @@ class CompletionWriter:
         return sse({**self._same, "model": self._model, "choices": choices, **more})
 
 
-def _text_choice(index: int, text: str, finish: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+def _text_choice(
+    index: int, text: str, finish: str | None, logprobs: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    found = None if logprobs is None else _listed(logprobs)
+    return {"index": index, "text": text, "logprobs": found, "finish_reason": finish}
+
+
+def _listed(logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    """As completions have them: one list for each field. Offsets count from the answer's, or the
+    piece's, beginning."""
+    ends = list(accumulate(len(one["token"]) for one in logprobs))
+    tops = [{top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in logprobs]
+    return {
+        "tokens": [one["token"] for one in logprobs],
+        "token_logprobs": [one["logprob"] for one in logprobs],
+        "top_logprobs": tops,
+        "text_offset": [0, *ends[:-1]] if ends else [],
+    }

@@ -130,6 +130,7 @@ async def _serve(
     if listen is not None:
         apps.append(Activity(application(hub, listen, own)))
         on_listening(urls)
+    protocols: list[type[H11Protocol]] = [H11Protocol, bounded()]
     servers = [
         Server(
             uvicorn.Config(
@@ -143,7 +144,7 @@ async def _serve(
                 server_header=False,
             )
         )
-        for app, protocol in zip(apps, (H11Protocol, bounded()), strict=False)
+        for app, protocol in zip(apps, protocols, strict=False)
     ]
     watch = asyncio.create_task(_watch(hub, apps, end, idle_s))
     loop = asyncio.get_running_loop()

@@ -102,6 +102,24 @@ def test_logprobs(client: openai.OpenAI, name: str) -> None:
     assert streamed == pytest.approx([token.logprob for token in tokens])
 
 
+def test_logprobs_of_completions(client: openai.OpenAI, name: str) -> None:
+    same: Any = {"model": name, "prompt": "Once upon", "max_tokens": 6, "temperature": 0}
+    choice = client.completions.create(**same, logprobs=2).choices[0]
+    found = choice.logprobs
+    assert found is not None and found.tokens is not None and found.top_logprobs is not None
+    assert len(found.tokens) == len(found.token_logprobs or ()) == 6
+    for token, logprob, top in zip(
+        found.tokens, found.token_logprobs or (), found.top_logprobs, strict=True
+    ):
+        assert max(top.values()) == pytest.approx(logprob) and 1 <= len(top) <= 2
+        assert top.get(token, logprob) == pytest.approx(logprob)
+    assert (found.text_offset or [])[:2] == [0, len(found.tokens[0])]
+    pieces = [one.choices[0] for one in client.completions.create(**same, logprobs=0, stream=True)]
+    streamed = [one for piece in pieces for one in (piece.logprobs or found).token_logprobs or ()]
+    assert streamed[:6] == pytest.approx(found.token_logprobs)
+    assert client.completions.create(**same).choices[0].logprobs is None
+
+
 def test_completions(client: openai.OpenAI, name: str) -> None:
     whole = client.completions.create(model=name, prompt="Once upon", max_tokens=6, temperature=0)
     assert whole.usage is not None and whole.usage.completion_tokens == 6
@@ -175,7 +193,7 @@ def test_unknown_models_and_addresses(url: str, model: str) -> None:
     for wanted in ("nobody/nothing", model, "/etc/passwd", "../x"):
         got = chat(url, [user("x")], model=wanted)
         assert (got.status, got.json["error"]["code"]) == (404, "model_not_found")
-    for path in ("/nowhere", "/../../etc/passwd", "/v1/models/..%2f..%2fetc%2fpasswd", "/sessions"):
+    for path in ("/nowhere", "/../../etc/passwd", "/v1/models/..%2f..%2fetc%2fpasswd"):
         assert ask(url, path).status == 404
     assert ask(url, "/v1/chat/completions").status == 405
 

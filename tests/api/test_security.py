@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from chatkv.errors import UsageError
+from chatkv.model.tokenizer import Tokenizer
 from chatkv.paths import folders
 from chatkv.server.listen import Access, host_name, owner_name
 from chatkv.server.ports import listening_on
@@ -233,3 +234,55 @@ def test_what_a_message_says_is_no_control(guarded: str) -> None:
     controls = [token for token in turn.prompt_ids if token < 3]  # the template's, which come first
     assert turn.user_text == marks and len(controls) == 3
     assert plain > 0
+
+
+@pytest.mark.parametrize("up", ["../../../../..", "..%2f..%2f..%2f..%2f..", "%2e%2e/%2e%2e/%2e%2e"])
+@pytest.mark.parametrize("under", ["/page", "/v1/models", "/v1/responses", "/sessions", "/cache"])
+def test_no_path_leads_out(guarded: str, under: str, up: str) -> None:
+    got = ask(guarded, f"{under}/{up}/etc/passwd", Authorization=f"Bearer {ANNA}")
+    assert got.status in (400, 404) and b"root:" not in got.body
+
+
+@pytest.mark.parametrize("named", ["../../etc/passwd", "/etc/passwd", "file:///etc", "some/model"])
+def test_a_model_is_a_name_and_no_place(guarded: str, named: str) -> None:
+    said = {"messages": [user("x")], "max_tokens": 1, "model": named}
+    for path in ("/v1/chat/completions", "/v1/messages", "/api/chat", "/api/show"):
+        got = ask(guarded, path, said, Authorization=f"Bearer {ANNA}")
+        assert got.status == 404, path
+    opened = ask(guarded, "/sessions", {"model": named}, Authorization=f"Bearer {ANNA}")
+    assert opened.status == 404 or b'"kind":"NoSuchModel"' in opened.body
+
+
+def test_what_a_message_says_is_no_template(guarded: str, model: str) -> None:
+    marks = "{{ 7 * 7 }}{% for m in messages %}{{ m }}{% endfor %}{{ ''.__class__.__mro__ }}"
+    system = {"role": "system", "content": marks}
+    told = chat(guarded, ANNA, [system, user(marks)])
+    assert told.status == 200
+    with Conversations(folders().conversations) as store:
+        (turn,) = store.chain(told.headers["x-chatkv-session"])
+    read = Tokenizer.from_file(Path(model) / "tokenizer.json").decode(turn.prompt_ids)
+    assert (turn.user_text, turn.system_text) == (marks, marks)
+    assert read.count(marks) == 2 and "49" not in read
+
+
+def test_depth_is_bounded(guarded: str) -> None:
+    deep = b'{"a":' * 5000 + b"1" + b"}" * 5000
+    schema = b'{"type":"json_schema","schema":' + deep + b"}"
+    tool = b'[{"type":"function","function":{"name":"f","parameters":' + deep + b"}}]"
+    said = b'{"messages":[{"role":"user","content":"x"}],"max_tokens":1,'
+    for body in (
+        deep,
+        said + b'"response_format":' + schema + b"}",
+        said + b'"tools":' + tool + b"}",
+        said + b'"metadata":' + deep + b"}",
+    ):
+        got = ask(guarded, "/v1/chat/completions", body, Authorization=f"Bearer {ANNA}")
+        assert got.status == 400, got.body[:200]
+    for depth in (150, 400, 900):
+        deep = b'{"type":"array","items":' * depth + b"{}" + b"}" * depth
+        schema = b'{"type":"json_schema","schema":' + deep + b"}"
+        tool = b'[{"type":"function","function":{"name":"f","parameters":' + deep + b"}}]"
+        for more in (b'"response_format":' + schema, b'"tools":' + tool):
+            body = said + more + b"}"
+            got = ask(guarded, "/v1/chat/completions", body, Authorization=f"Bearer {ANNA}")
+            assert got.status in (200, 400), got.body[:200]
