@@ -32,7 +32,7 @@ from chatkv.model.template import ChatTemplate
 from chatkv.model.tokenizer import Tokenizer
 from chatkv.model.weights import TORCH_DTYPES, expected_shapes, load_weights
 from chatkv.paths import Folders
-from chatkv.process import prepare_to_compute
+from chatkv.process import available_bytes, prepare_to_compute
 from chatkv.restore.calibration import Calibration
 from chatkv.restore.cost import CostFile, cost_key
 from chatkv.restore.disk import Disk
@@ -96,7 +96,7 @@ class Runtime:
         if on_progress is not None:
             on_progress("loading the model", 0, 1)
         config = self.prepared.config
-        self._memory_bytes = int(_available_bytes() * POOL_SHARE_OF_MEMORY)
+        self._memory_bytes = int(available_bytes() * POOL_SHARE_OF_MEMORY)
         self.tokenizer = Tokenizer.from_prepared(self.prepared)
         # A template that fails does so now, and the first turn need not wait for its compiler.
         self._template(time.time()).render([{"role": "user", "content": "Hello"}])
@@ -332,7 +332,7 @@ class Runtime:
         shapes = expected_shapes(self.prepared.config)
         numbers = sum(prod(shape) for name, shape in shapes.items() if is_quantised(name))
         itemsize = TORCH_DTYPES[self.prepared.dtype].itemsize
-        return numbers * itemsize <= DENSE_SHARE_OF_MEMORY * _available_bytes()
+        return numbers * itemsize <= DENSE_SHARE_OF_MEMORY * available_bytes()
 
     def _max_tokens(self) -> int:
         """The model's context, or what memory holds of it."""
@@ -374,15 +374,3 @@ class Runtime:
 
 def _new_seed() -> int:
     return int.from_bytes(os.urandom(7), "big")
-
-
-def _available_bytes() -> int:
-    """Memory that can be had without swapping."""
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

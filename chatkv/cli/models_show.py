@@ -25,6 +25,7 @@ DEFAULT_SESSIONS = 1
 @click.command()
 @click.argument("model", required=False, metavar="[MODEL]", shell_complete=complete_known_model)
 @setting_option("dtype")
+@setting_option("weights")
 @click.option(
     "--context",
     type=click.IntRange(min=1),
@@ -44,6 +45,7 @@ def show(
     output: Output,
     model: str | None,
     dtype: Literal["auto", "bfloat16", "float16", "float32"],
+    weights: Literal["auto", "full", "int8", "fp8", "int4"],
     context: int | None,
     sessions: int,
 ) -> None:
@@ -65,7 +67,7 @@ def show(
     config = about.config
     chosen, device = _chosen(dtype)
     context = min(context or config.max_position, config.max_position)
-    needs, free = _needs(config, chosen, device, context, sessions)
+    needs, free = _needs(config, chosen, device, context, sessions, weights)
     values: dict[str, Any] = {
         **(row(known) if known is not None else {"model": files.name, "path": str(files.path)}),
         "architecture": config.architecture,
@@ -80,6 +82,7 @@ def show(
         "sliding_window": config.sliding_window,
         "template": about.template,
         "computes_in": chosen,
+        "weights": "full" if weights == "auto" else weights,
         "device": device,
         "kv_bytes_per_token": _kv_bytes(config, chosen, files),
         "digest": _digest(files),
@@ -121,7 +124,7 @@ def _chosen(dtype: str) -> tuple[Any, str]:
 
 
 def _needs(
-    config: ModelConfig, dtype: str, device: str, context: int, sessions: int
+    config: ModelConfig, dtype: str, device: str, context: int, sessions: int, weights: str
 ) -> tuple[Needs, int]:
     """The memory that is needed, and how much is free."""
     from chatkv.engine.needs import Asked, needs_on_cpu, needs_on_gpu
@@ -129,7 +132,7 @@ def _needs(
     from chatkv.runtime import POOL_CONVERSATIONS, POOL_SHARE_OF_MEMORY
 
     itemsize = 4 if dtype == "float32" else 2
-    asked = Asked(context, sessions, config.max_position * POOL_CONVERSATIONS)
+    asked = Asked(context, sessions, config.max_position * POOL_CONVERSATIONS, weights)
     if device == "cpu":
         free = available_bytes()
         return needs_on_cpu(config, itemsize, asked, free, POOL_SHARE_OF_MEMORY), free
@@ -187,6 +190,7 @@ def _tell(output: Output, values: dict[str, Any], known: KnownModel | None, need
                 f"its own, {plural(len(template), 'character')}" if template else "ChatML",
             ),
             ("computes in", f"{values['computes_in']} on {values['device']}"),
+            ("weights", "" if values["weights"] == "full" else values["weights"]),
             ("digest", values["digest"][:32]),
         ]
     )

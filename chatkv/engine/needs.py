@@ -11,6 +11,9 @@ from chatkv.engine.budget import CHUNK_TOKENS
 from chatkv.engine.ledger import SPARE_SHARE, activation_bytes, block_bytes, ledger, weight_bytes
 from chatkv.engine.pool import BLOCK_TOKENS
 from chatkv.model.config import ModelConfig
+from chatkv.model.quantise import GROUP, is_quantised
+from chatkv.model.weights import expected_shapes
+from chatkv_kernels.linear_quantised import RUN, RUN_WORDS
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,13 @@ class Needs:
 
 @dataclass(frozen=True)
 class Asked:
-    """`sessions` conversations of `context` tokens; the pool never holds more than most_tokens."""
+    """`sessions` conversations of `context` tokens; the pool never holds more than most_tokens.
+    weights: how projections are stored, "full" or as `quantise` makes them."""
 
     context: int
     sessions: int
     most_tokens: int
+    weights: str = "full"
 
 
 def needs_on_cpu(
@@ -47,7 +52,7 @@ def needs_on_cpu(
 ) -> Needs:
     """In main memory, of whose free_bytes KV may take `share`; itemsize: bytes per number of
     weights and KV."""
-    weights = weight_bytes(config, itemsize)
+    weights = weight_bytes(config, itemsize) - _saved_bytes(config, itemsize, asked.weights)
     work = activation_bytes(config, itemsize, CHUNK_TOKENS, 1)
     return _needs(config, itemsize, asked, weights, work, int(free_bytes * share))
 
@@ -56,9 +61,11 @@ def needs_on_gpu(
     config: ModelConfig, itemsize: int, asked: Asked, free_bytes: int, staging: int
 ) -> Needs:
     """On a GPU with so much free memory; staging: bytes of slabs."""
-    fixed = ledger(config, itemsize, 0, staging)
-    room = max(0, int(free_bytes * (1 - SPARE_SHARE)) - fixed.fixed)
-    return _needs(config, itemsize, asked, fixed.weights, fixed.fixed - fixed.weights, room)
+    held = ledger(config, itemsize, 0, staging)
+    weights = held.weights - _saved_bytes(config, itemsize, asked.weights)
+    work = held.fixed - held.weights
+    room = max(0, int(free_bytes * (1 - SPARE_SHARE)) - weights - work)
+    return _needs(config, itemsize, asked, weights, work, room)
 
 
 def _needs(
@@ -68,3 +75,18 @@ def _needs(
     room = min(room // per_block, -(-asked.most_tokens // BLOCK_TOKENS)) * per_block
     per_session = -(-asked.context // BLOCK_TOKENS) * per_block
     return Needs(weights, work, asked.sessions * per_session, room, room // per_session)
+
+
+def _saved_bytes(config: ModelConfig, itemsize: int, weights: str) -> int:
+    """By how much quantised projections are smaller: their codes, and scales (`quantise`)."""
+    if weights not in ("int8", "fp8", "int4"):
+        return 0
+    saved = 0
+    for name, shape in expected_shapes(config).items():
+        if is_quantised(name):
+            num_out, num_in = shape
+            per_output = num_in + 4
+            if weights == "int4":
+                per_output = 2 * RUN_WORDS * -(-num_in // RUN) + 2 * 2 * -(-num_in // GROUP)
+            saved += num_out * (itemsize * num_in - per_output)
+    return saved

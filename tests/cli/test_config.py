@@ -12,11 +12,12 @@ from pathlib import Path
 import click
 import pytest
 
-from chatkv.cli import answer
+from chatkv.cli import answer, full_screen
 from chatkv.cli.look import keymap
 from chatkv.cli.main import cli
 from chatkv.errors import UsageError
 from chatkv.session.request import ChatRequest
+from chatkv.session.turn import TurnOptions
 from chatkv.settings import read as settings
 from chatkv.settings.table import SETTINGS
 from program import Ran
@@ -165,7 +166,6 @@ def test_the_server_takes_its_lists(tmp_path: Path) -> None:
 
 def test_defaults_are_those_of_the_parts_that_use_them() -> None:
     from chatkv.server.process import IDLE_S
-    from chatkv.session.turn import TurnOptions
 
     default = {key: setting.default for key, setting in SETTINGS.items()}
     options = TurnOptions()
@@ -237,6 +237,22 @@ def test_one_key_for_two_things_is_refused(tmp_path: Path) -> None:
         keymap(settings.read(path, {}))
     path.write_text("[keys]\nsend = 'ctrl+s'\nnewline = 'enter'\n")
     assert keymap(settings.read(path, {})) == {"send": "ctrl+s", "newline": "enter"}
+
+
+def test_the_full_screen_chat_looks_as_it_is_set(
+    file: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from chatkv.tui.app import ChatApp
+
+    path = file("[tui]\ntheme = 'nord'\n[keys]\nsend = 'ctrl+s'\nnewline = 'enter'\n")
+    shown: list[ChatApp] = []
+    monkeypatch.setattr(ChatApp, "run", shown.append)
+    new = ChatRequest(model="org/name")
+    full_screen.show(ChatRequest(), new, TurnOptions, settings.read(path, {}))
+    (app,) = shown
+    assert app.theme == "nord"
+    start = app.verbs._start
+    assert (start.keymap, start.new_request) == ({"send": "ctrl+s", "newline": "enter"}, new)
 
 
 def test_the_page_lists_every_setting_and_key() -> None:

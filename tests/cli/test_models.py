@@ -9,12 +9,13 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 from chatkv.errors import ModelError
 from chatkv.model.catalog import downloads, find_model
@@ -305,13 +306,28 @@ def test_show_adds_up_what_a_model_needs(
     memory = shown["memory"]
     assert memory["kv_bytes"] == 3 * 64 * raw and memory["fits"]
     assert memory["weights_bytes"] >= 4 * shown["parameters"]
-    weights = (folder / "model.safetensors").stat().st_size
-    assert 0.9 * weights < 4 * shown["parameters"] <= weights
+    weights_bytes = (folder / "model.safetensors").stat().st_size
+    assert 0.9 * weights_bytes < 4 * shown["parameters"] <= weights_bytes
     assert len(shown["digest"]) == 64
     huge = json.loads(program(*asked, "--sessions", "1000000000").out)["memory"]
     assert not huge["fits"] and huge["sessions_that_fit"] <= 8
+    for weights in ("int8", "int4"):  # as they are written
+        few = json.loads(program(*asked, "--weights", weights).out)["memory"]["weights_bytes"]
+        files = find_model(str(folder), cache)
+        made = prepare(files, "float32", cache / "models", quantised=weights).weights
+        saved = _tensor_bytes(files.files) - _tensor_bytes(made)
+        assert memory["weights_bytes"] - few == saved > 0
     human = program("models", "show", str(folder), "--dtype", "float32").out
     assert "architecture  llama" in human and "KV may take" in human
+
+
+def _tensor_bytes(files: Sequence[Path]) -> int:
+    total = 0
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            found = (tensors.get_tensor(name) for name in tensors.keys())  # noqa: SIM118
+            total += sum(tensor.nbytes for tensor in found)
+    return total
 
 
 def test_show_knows_a_gguf_before_and_after_it_is_prepared(

@@ -98,7 +98,7 @@ def test_with_too_little_memory_for_all_they_take_turns(
     stages: list[str] = []
     listener = Listener(on_progress=lambda stage, done, total: stages.append(stage))
     bytes_of_5_blocks = 5 * BLOCK_TOKENS * per_token / runtimes.POOL_SHARE_OF_MEMORY
-    monkeypatch.setattr(runtimes, "_available_bytes", lambda: bytes_of_5_blocks)
+    monkeypatch.setattr(runtimes, "available_bytes", lambda: bytes_of_5_blocks)
     with running(model) as runtime:
         assert runtime.engine.pool.num_blocks == 5
         results = at_once(
@@ -158,7 +158,7 @@ def test_one_that_waits_for_room_can_be_cancelled(
     with running(model) as runtime:
         per_token = runtime.layout.bytes_per_token
     room = 5 * BLOCK_TOKENS * per_token / runtimes.POOL_SHARE_OF_MEMORY
-    monkeypatch.setattr(runtimes, "_available_bytes", lambda: room)
+    monkeypatch.setattr(runtimes, "available_bytes", lambda: room)
     goes_on, is_answering, is_cancelled = (threading.Event() for _ in range(3))
 
     def read_slowly(text: str) -> None:
