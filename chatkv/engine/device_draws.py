@@ -48,7 +48,8 @@ def draw_rows(logits: Tensor, settings: Tensor, tokens: Tensor) -> None:
 def _drawn(logits: Tensor, settings: Tensor) -> Tensor:
     """As `Sampler.distribution` and `drafts.draw`, row by row."""
     temperature, top_k, top_p, min_p, number = settings.T.unsqueeze(-1)
-    scaled = logits.double() / torch.where(temperature == 0, 1.0, temperature)
+    scaled = logits.double() - logits.amax(1, True)
+    scaled /= torch.where(temperature == 0, 1.0, temperature)
     count = min(HEAD_TOKENS, logits.shape[1])
     place = torch.arange(count, device=logits.device)
     ids = _largest(logits, count)

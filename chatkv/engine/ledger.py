@@ -6,8 +6,11 @@ first, the KV pool gets what is left, and a model that does not fit is refused w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+
+from torch import Tensor
 
 from chatkv.engine.budget import CHUNK_TOKENS
 from chatkv.engine.device_draws import BYTES_PER_LOGIT, ROWS
@@ -15,7 +18,8 @@ from chatkv.engine.pool import BLOCK_TOKENS
 from chatkv.engine.runner import GRAPH_SIZES
 from chatkv.errors import ModelError
 from chatkv.model.config import ModelConfig
-from chatkv.model.weights import expected_shapes
+from chatkv.model.quantise import is_quantised
+from chatkv.model.weights import Weight, expected_shapes
 from chatkv.words import size
 
 # What cuBLAS takes on large GPUs (32 MiB), and attention's partial results where it is cut along
@@ -23,6 +27,8 @@ from chatkv.words import size
 WORKSPACE_BYTES = (32 + 17) << 20
 # Of what is free, so much is left alone: the allocator's rounding, and what others may take.
 SPARE_SHARE = 0.05
+# What a number of a projection takes while it is made dense: as it comes, and the steps to it.
+DENSE_BYTES = 8
 # The longest step: a chunk of prefill beside as many answers as a graph may have.
 STEP_TOKENS = CHUNK_TOKENS + GRAPH_SIZES[-1]
 
@@ -48,13 +54,16 @@ class Ledger:
         return self.weights + self.activations + self.graphs + self.staging + self.workspace
 
 
-def ledger(config: ModelConfig, itemsize: int, num_blocks: int, staging: int) -> Ledger:
+def ledger(
+    config: ModelConfig, itemsize: int, num_blocks: int, staging: int, saved: int = 0
+) -> Ledger:
     """What a decoder of this config takes beside a pool of num_blocks blocks; itemsize: bytes per
-    number of weights and KV; staging: bytes of slabs."""
+    number of weights and KV; staging: bytes of slabs; saved: what quantised weights take less."""
     most = GRAPH_SIZES[-1]
+    dense = dense_bytes(config) if saved else 0
     return Ledger(
-        weights=weight_bytes(config, itemsize),
-        activations=activation_bytes(config, itemsize, STEP_TOKENS, most),
+        weights=weight_bytes(config, itemsize) - saved,
+        activations=activation_bytes(config, itemsize, STEP_TOKENS, most) + dense,
         graphs=sum(GRAPH_SIZES) * config.vocab_size * 4
         + activation_bytes(config, itemsize, most, most)
         + drawing_bytes(config, most),
@@ -65,14 +74,19 @@ def ledger(config: ModelConfig, itemsize: int, num_blocks: int, staging: int) ->
 
 
 def fit(
-    config: ModelConfig, itemsize: int, free_bytes: int, most_blocks: int, staging: int
+    config: ModelConfig,
+    itemsize: int,
+    free_bytes: int,
+    most_blocks: int,
+    staging: int,
+    saved: int = 0,
 ) -> tuple[int, Ledger]:
     """How many blocks of KV free_bytes hold beside the rest, at most most_blocks; and the ledger.
 
     Raises ModelError, with the numbers, where not even one block fits.
     """
     room = int(free_bytes * (1 - SPARE_SHARE))
-    fixed = ledger(config, itemsize, 0, staging)
+    fixed = ledger(config, itemsize, 0, staging, saved)
     num_blocks = min(most_blocks, (room - fixed.fixed) // block_bytes(config, itemsize))
     if num_blocks < 1:
         raise ModelError(
@@ -80,13 +94,36 @@ def fit(
             f"({size(fixed.weights)} of weights), and {size(room)} are free: take a smaller "
             "model, or compute on the CPU (--device cpu)"
         )
-    return num_blocks, ledger(config, itemsize, num_blocks, staging)
+    return num_blocks, ledger(config, itemsize, num_blocks, staging, saved)
 
 
 def weight_bytes(config: ModelConfig, itemsize: int) -> int:
     """Of the weights and the rotary tables of a decoder on a GPU."""
     rotary = 2 * config.max_position * config.head_dim
     return itemsize * (sum(map(prod, expected_shapes(config).values())) + rotary)
+
+
+def saved_bytes(config: ModelConfig, weights: Mapping[str, Weight], itemsize: int) -> int:
+    """What projections take less than they would with itemsize bytes for each number. Where the
+    first one is not quantised, none is."""
+    shapes = expected_shapes(config)
+    names = [name for name in shapes if is_quantised(name)]
+    if not names or isinstance(weights[names[0]], Tensor):
+        return 0
+    saved = 0
+    for name in names:
+        weight = weights[name]
+        parts = [weight] if isinstance(weight, Tensor) else [*weight]
+        held = sum(part.nbytes for part in parts if isinstance(part, Tensor))
+        saved += prod(shapes[name]) * itemsize - held
+    return saved
+
+
+def dense_bytes(config: ModelConfig) -> int:
+    """What it takes to make the largest projection of a layer dense for the moment: prefill wants
+    it whole."""
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    return DENSE_BYTES * config.hidden_size * max(2 * config.intermediate_size, heads)
 
 
 def drawing_bytes(config: ModelConfig, num_seqs: int) -> int:

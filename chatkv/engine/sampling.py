@@ -94,6 +94,8 @@ class Sampler:
             values, ids = scaled.sort(descending=True, stable=True)
             probabilities = (values - total).exp()
             kept = self._kept(probabilities)
+        elif count < full and values[kept - 1] == values[-1]:
+            ids = _first_of_equals(scaled, values, ids)
         return ids[:kept], probabilities[:kept]
 
     def _kept(self, probabilities: Tensor) -> int:
@@ -116,11 +118,15 @@ class Sampler:
 
 
 def _largest(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest numbers and their ids, of equals the lowest first: of logits in 16 bits many are
-    equal, and which of them `topk` takes differs from device to device."""
-    values, ids = scaled.topk(count)
-    num_last = int((values == values[-1]).sum())
-    equal_to_last = (scaled == values[-1]).nonzero()[:num_last, 0]
-    ids = torch.cat([ids[: count - num_last].sort().values, equal_to_last])
+    """The largest numbers and their ids, of equals the lowest id first: of logits in 16 bits many
+    are equal, and the order in which `topk` has them differs from device to device."""
+    ids = scaled.topk(count, sorted=False).indices.sort().values
     values, order = scaled[ids].sort(descending=True, stable=True)
     return values, ids[order]
+
+
+def _first_of_equals(scaled: Tensor, values: Tensor, ids: Tensor) -> Tensor:
+    """The ids with the lowest ones of all that have the last value: `topk` takes any of these."""
+    num_last = int((values == values[-1]).sum())
+    equal_to_last = (scaled == values[-1]).nonzero()[:num_last, 0]
+    return torch.cat([ids[: len(ids) - num_last], equal_to_last])

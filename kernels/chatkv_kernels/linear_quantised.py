@@ -124,20 +124,23 @@ def pack_int4(codes: Tensor) -> Tensor:
 def dequantise_weight_8(weight: Weight8, dtype: torch.dtype) -> Tensor:
     """[out, in] of `dtype`."""
     numbers = weight.codes.to(torch.promote_types(dtype, torch.float32))
-    return (numbers * weight.scales[:, None]).to(dtype)
+    numbers *= weight.scales[:, None]
+    return numbers.to(dtype)
 
 
 def dequantise_weight_int4(weight: Weight4, dtype: torch.dtype) -> Tensor:
     """[out, in] of `dtype`."""
-    places = torch.arange(0, 16, 4, device=weight.codes.device)[:, None]
-    codes = (weight.codes.transpose(0, 1)[:, :, None] >> places & 15).flatten(1)
-    numbers = codes.to(torch.promote_types(dtype, torch.float32))[:, : weight.num_inputs]
 
     def of_inputs(numbers: Tensor) -> Tensor:
         return numbers.T.repeat_interleave(weight.group_size, 1)[:, : weight.num_inputs]
 
-    zeros = 8 if weight.zeros is None else of_inputs(weight.zeros)
-    return ((numbers - zeros) * of_inputs(weight.scales)).to(dtype)
+    places = torch.arange(0, 16, 4, dtype=torch.int16, device=weight.codes.device)[:, None]
+    codes = (weight.codes.transpose(0, 1)[:, :, None] >> places).flatten(1).bitwise_and_(15)
+    numbers = codes[:, : weight.num_inputs].to(torch.promote_types(dtype, torch.float32))
+    del codes  # matrices are large: no step keeps what the one before it made
+    numbers -= 8 if weight.zeros is None else of_inputs(weight.zeros)
+    numbers *= of_inputs(weight.scales)
+    return numbers.to(dtype)
 
 
 def _per_output(weight: Tensor, largest_code: float) -> tuple[Tensor, Tensor]:

@@ -45,7 +45,7 @@ def drawn(logits: Tensor, samplers: list[Sampler]) -> list[int]:
 
 OPTIONS = st.builds(
     SamplingOptions,
-    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+    temperature=st.sampled_from([0.0, 1e-300, 0.3, 1.0, 2.5]),
     top_p=st.sampled_from([0.1, 0.9, 0.99]),
     top_k=st.sampled_from([0, 1, 40, HEAD_TOKENS]),
     min_p=st.sampled_from([0.0, 0.02, 1.0]),

@@ -15,7 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
 from chatkv.engine.device_draws import ROWS, draw_rows
-from chatkv.engine.ledger import activation_bytes, drawing_bytes, fit, ledger, weight_bytes
+from chatkv.engine.ledger import (
+    activation_bytes,
+    dense_bytes,
+    drawing_bytes,
+    fit,
+    ledger,
+    saved_bytes,
+    weight_bytes,
+)
 from chatkv.engine.on_device import engine_on
 from chatkv.engine.paged import PagedPool
 from chatkv.errors import ModelError
@@ -24,6 +32,8 @@ from chatkv.model.catalog import find_model
 from chatkv.model.config import ModelConfig
 from chatkv.model.decoder import Decoder
 from chatkv.model.prepared import prepare
+from chatkv.model.quantise import is_quantised, join, quantise
+from chatkv.model.quantised_linear import dequantised
 from chatkv.model.weights import expected_shapes, load_weights
 from chatkv_kernels.dispatch import has_kernel
 from small_engine import CONFIG, answer, make_engine, make_weights, some_ids
@@ -56,6 +66,35 @@ def test_weights(name: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
     decoder = Decoder(prepared.config, load_weights(prepared), fused=True)
     held = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in tensors_of(decoder)}
     assert sum(held.values()) == weight_bytes(prepared.config, 4)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+def test_quantised_weights(kind: Any) -> None:
+    """What they save, what making one dense takes, and an engine of them."""
+    config = replace(CONFIG, hidden_size=128, intermediate_size=128)
+    weights: dict[str, Any] = {
+        name: torch.randn(shape) * 0.05 for name, shape in expected_shapes(config).items()
+    }
+    dense = sum(weight.nbytes for weight in weights.values())
+    for name in filter(is_quantised, weights):
+        weights[name] = quantise(weights[name], kind)
+    held = sum(
+        part.nbytes
+        for weight in weights.values()
+        for part in ([weight] if isinstance(weight, torch.Tensor) else weight)
+        if isinstance(part, torch.Tensor)
+    )
+    saved = saved_bytes(config, weights, 4)
+    assert dense - saved == held
+    layer = "model.layers.0.mlp."
+    largest = join([weights[f"{layer}{part}_proj.weight"] for part in ("gate", "up")])
+    with Peak() as peak:
+        dequantised(largest, torch.bfloat16)
+    assert 0 < peak.num_bytes <= dense_bytes(config)
+    engine, said = engine_on(CPU, config, weights, 1 * GIB, 500, 0)
+    assert said.weights == weight_bytes(config, 4) - saved
+    assert len(answer(engine, some_ids(100, 1), 5)) == 5
+    engine.close()
 
 
 def test_kv_pool() -> None:
@@ -134,7 +173,7 @@ def test_activations(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_drawing() -> None:
-    """From as many rows as are drawn from at once; the rest of what is said are copies of logits."""
+    """From as many rows as are drawn from at once. (The rest are copies of logits.)"""
     config = replace(CONFIG, vocab_size=4096)
     logits = torch.randn(ROWS, config.vocab_size)
     settings, tokens = torch.full((ROWS, 5), 0.5, dtype=torch.float64), logits.argmax(1)
