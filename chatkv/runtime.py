@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from chatkv.engine.device import Device, choose_device
+from chatkv.engine.draft_model import draft_engine
 from chatkv.engine.engine import Engine
 from chatkv.engine.ledger import Ledger
 from chatkv.engine.on_device import engine_on
@@ -103,6 +104,10 @@ class Runtime:
         self.ledger: Ledger | None = None  # of a GPU's memory
         self.engine = self._engine_on(where, on_progress)
         self._open.callback(self.engine.close)
+        if draft_model := os.environ.get("CHATKV_DRAFT_MODEL"):
+            self.engine.draft_with(
+                draft_engine(folders, draft_model, self.tokenizer, chosen, self._memory_bytes // 4)
+            )
         self.layout = KVLayout(
             config.num_layers, config.num_kv_heads, config.head_dim, chosen, BLOCK_TOKENS
         )

@@ -170,24 +170,21 @@ def speeds(parts: Any, kind: str, texts: Sequence[str], quick: bool) -> Iterator
 
 def answer(parts: Any, text: str, sampling: Any, source: str, count: int) -> Answer:
     """An answer to `text`; seeds are the same each time."""
-    from chatkv.engine.draft_costs import DraftCosts
     from chatkv.engine.sampling import Sampler
     from chatkv.engine.sequence import TokenSequence
-    from chatkv.engine.speculation import speculation
+    from chatkv.engine.sources import speculation
 
     rendered = parts.template.render([{"role": "user", "content": text}], True)
     ids = parts.tokenizer.encode_rendered(rendered.text, rendered.content_spans)
     sequence, engine = TokenSequence(list(ids)), parts.engine
-    costs: DraftCosts = engine.draft_costs
-    costs.is_fixed = False
+    engine.draft_costs.is_fixed = False
+    sampler = Sampler(sampling, 5)
     tokens, times = [], []
     with engine.memory.use(sequence):
         logits = engine.prefill(sequence)
-        spec = speculation(source, costs)  # type: ignore[arg-type]
+        spec = speculation(source, engine, sequence, sampler)  # type: ignore[arg-type]
         stops = parts.tokenizer.stop_ids
-        steps = engine.decode(
-            sequence, logits, Sampler(sampling, 5), stops, count, speculation=spec
-        )
+        steps = engine.decode(sequence, logits, sampler, stops, count, speculation=spec)
         for token, _ in steps:
             tokens.append(token)
             times.append(time.perf_counter())

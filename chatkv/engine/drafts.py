@@ -30,10 +30,12 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Draft:
-    """Tokens that may follow; `drawn` is empty where they were looked up, else one for each."""
+    """Tokens that may follow; `drawn` is empty where they were looked up, else one for each.
+    seconds: what drafting took, 0 where that is next to nothing."""
 
     tokens: Sequence[int] = ()
     drawn: Sequence[Drawn] = ()
+    seconds: float = 0.0
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -65,8 +67,8 @@ class Drafter(Protocol):
         """What kind of draft follows `ids`: kinds differ in how often they are right. None: there
         is none. The next `propose` is about the same ids."""
 
-    def propose(self, ids: Sequence[int], count: int, draws: int) -> Draft:
-        """At most `count` tokens behind ids; `draws` is that of the sampler for the first one."""
+    def propose(self, ids: Sequence[int], count: int) -> Draft:
+        """At most `count` tokens behind ids."""
 
 
 @dataclass
@@ -83,7 +85,7 @@ class NoDrafts:
     def outlook(self, ids: Sequence[int]) -> int | None:
         return None
 
-    def propose(self, ids: Sequence[int], count: int, draws: int) -> Draft:
+    def propose(self, ids: Sequence[int], count: int) -> Draft:
         return Draft()
 
 

@@ -66,13 +66,20 @@ class Engine:
         if idle is None:
             idle = self.pool.num_blocks * BLOCK_TOKENS // 2
         self.memory = Memory(self.pool, idle)
+        self.drafts: Engine | None = None
         self.runner = runner_for(self.decoder, self.pool)
         self.scheduler = Scheduler(self._forward)
         self.memory.on_leave = self.scheduler.leave
 
     def close(self) -> None:
         """End the thread that computes."""
+        if self.drafts is not None:
+            self.drafts.close()
         self.scheduler.close()
+
+    def draft_with(self, engine: Engine) -> None:
+        """Let a smaller model, of the same tokens, draft for this one."""
+        self.drafts = engine
 
     @property
     def draft_costs(self) -> DraftCosts:
@@ -174,7 +181,7 @@ class Engine:
                 if speculation is not None:
                     most = min(max_new_tokens - count - 2, self.max_tokens - total)
                     most = self._room_for_draft(sequence, min(most, speculation.drafter.most))
-                    draft = speculation.draft(sequence.ids, most, sampler.draws)
+                    draft = speculation.draft(sequence.ids, most)
                 piece = Piece(sequence, total - 1, total, is_decode=True, draft=draft.tokens)
                 if not draft and self.runner.can_draw(sampler):
                     piece.sampler = sampler

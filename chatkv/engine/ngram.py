@@ -41,7 +41,7 @@ class NgramDrafter:
             return None
         return max(kind for kind, (shortest, _) in enumerate(_KINDS) if shortest <= length)
 
-    def propose(self, ids: Sequence[int], count: int, draws: int) -> Draft:
+    def propose(self, ids: Sequence[int], count: int) -> Draft:
         # A stretch that reaches up to the end goes on with what it drafts: it repeats itself.
         start, size = self._place + 1, len(ids)
         tokens: list[int] = []

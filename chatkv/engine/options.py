@@ -8,9 +8,9 @@ from typing import Literal
 
 from chatkv.errors import UsageError
 
-# Where drafts of an answer come from: what was said before (ngram), or nowhere (off). auto: where
-# that is expected to pay.
-Speculate = Literal["auto", "ngram", "off"]
+# Where drafts of an answer come from: what was said before (ngram, which auto stands for where no
+# other rounding is forbidden), a smaller model, or nowhere (off).
+Speculate = Literal["auto", "ngram", "model", "off"]
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,12 @@ are right is counted for this answer alone: so an answer after a restart drafts 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from chatkv.engine.draft_costs import DraftCosts
-from chatkv.engine.drafts import Draft, Drafter, NoDrafts
-from chatkv.engine.ngram import NgramDrafter
-from chatkv.engine.options import Speculate, SpeculationCounts
+from chatkv.engine.drafts import Draft, Drafter
+from chatkv.engine.options import SpeculationCounts
 
 # What a draft must be expected to win, since expectations err.
 _WORTH = 1.04
@@ -60,9 +58,8 @@ class Speculation:
     def __post_init__(self) -> None:
         self.counts.source = self.drafter.source
 
-    def draft(self, ids: Sequence[int], most: int, draws: int) -> Draft:
-        """What the next step is to compute beside the last of ids: at most so many tokens. `draws`
-        is the sampler's."""
+    def draft(self, ids: Sequence[int], most: int) -> Draft:
+        """What the next step is to compute beside the last of ids: at most so many tokens."""
         self.counts.steps += 1
         self._guess = []
         most = min(most, self.drafter.most)
@@ -73,11 +70,10 @@ class Speculation:
         length = self._length(kind, most)
         if not length:
             if not self.drafter.share:  # judged like any other: it may begin to pay
-                self._guess = list(self.drafter.propose(ids, 1, draws).tokens)
+                self._guess = list(self.drafter.propose(ids, 1).tokens)
             return self._none()
-        began = time.perf_counter()
-        draft = self.drafter.propose(ids, length, draws)
-        self._learn_cost(len(draft), time.perf_counter() - began)
+        draft = self.drafter.propose(ids, length)
+        self._learn_cost(draft)
         self._guess = list(draft.tokens)
         self._num_drafting += 1
         self.counts.drafted += len(draft)
@@ -119,9 +115,9 @@ class Speculation:
             self._rates[kind] = _Rate(expected * _PRIOR_TOKENS, _PRIOR_TOKENS)
         return self._rates[kind]
 
-    def _learn_cost(self, num_drafted: int, seconds: float) -> None:
-        if num_drafted:
-            each = seconds / num_drafted
+    def _learn_cost(self, draft: Draft) -> None:
+        if draft.seconds:
+            each = draft.seconds / len(draft)
             self._draft_s = 0.8 * self._draft_s + 0.2 * each if self._draft_s else each
 
     def _draft_share(self) -> float:
@@ -130,9 +126,3 @@ class Speculation:
         if self.costs.is_fixed or plain_s is None:
             return self.drafter.share
         return self._draft_s / plain_s if self._draft_s else self.drafter.share
-
-
-def speculation(wanted: Speculate, costs: DraftCosts) -> Speculation:
-    """For one answer, of an engine with such costs."""
-    drafter: Drafter = NoDrafts() if wanted == "off" else NgramDrafter()
-    return Speculation(drafter, costs)

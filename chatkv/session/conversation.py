@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from chatkv.engine.sampling import Sampler
 from chatkv.engine.scheduler import Cancelled
+from chatkv.engine.sources import check_source
 from chatkv.engine.stops import StopStrings
 from chatkv.errors import UsageError
 from chatkv.model.template import ChatTemplate, Rendered
@@ -88,6 +89,7 @@ class Conversation:
         then.
         """
         options, listener = options or TurnOptions(), listener or Listener()
+        check_source(options.speculate, self.model.engine)
         with self._in_use(options, listener):
             grammar = self.model.grammar(options)
             text, system = _encodable(text), None if system is None else _encodable(system)
@@ -114,6 +116,7 @@ class Conversation:
         question that never was. The whole answer is the result's text; the listener hears what is
         new. The shorter answer stays behind as a branch."""
         options, listener = options or TurnOptions(), listener or Listener()
+        check_source(options.speculate, self.model.engine)
         if not self.turns or self.turns[-1].finish_reason == "stop":
             raise UsageError("there is no answer to go on with: the last one is complete")
         with self._in_use(options, listener):

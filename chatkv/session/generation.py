@@ -13,7 +13,7 @@ from torch import Tensor
 from chatkv.engine.engine import Engine, Preempted
 from chatkv.engine.sampling import Sampler
 from chatkv.engine.sequence import TokenSequence
-from chatkv.engine.speculation import speculation
+from chatkv.engine.sources import speculation
 from chatkv.model.grammar import GrammarState
 from chatkv.model.template import ChatTemplate
 from chatkv.model.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ class Generation:
         self.reply.on_text = show_away
         options = self.options
         wanted = "off" if options.exact and options.speculate == "auto" else options.speculate
-        self._speculation = speculation(wanted, self.model.engine.draft_costs)
+        self._speculation = speculation(wanted, self.model.engine, self.sequence, self.sampler)
         self.record.speculation = self._speculation.counts
 
     def run(self, planned: Planned) -> None:

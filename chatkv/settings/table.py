@@ -188,8 +188,18 @@ _ALL = (
         "CHATKV_SPECULATE",
         "--speculate",
         "Where guesses at the next tokens come from, which make answers faster and not other ones: "
-        "from what was said before (ngram), or nowhere (off).",
+        "from what was said before (ngram, also auto), a smaller model, or nowhere (off).",
         CHATS,
+    ),
+    Setting(
+        "draft-model",
+        Text("a folder or .gguf file with its whole path, or a hub id"),
+        None,
+        "CHATKV_DRAFT_MODEL",
+        "",
+        "A smaller model with the same tokens, for --speculate model.",
+        unset="none",
+        is_carried=True,
     ),
     Setting(
         "exact",

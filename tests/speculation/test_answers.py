@@ -46,7 +46,7 @@ class Oracle:
     def outlook(self, ids: Sequence[int]) -> int | None:
         return 0
 
-    def propose(self, ids: Sequence[int], count: int, draws: int) -> Draft:
+    def propose(self, ids: Sequence[int], count: int) -> Draft:
         at = len(ids) - self.prompt
         places = range(at, min(at + count, len(self.answer)))
         return Draft([(self.answer[n] + (n % self.errs == 0)) % 96 for n in places])

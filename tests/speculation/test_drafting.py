@@ -14,7 +14,7 @@ from chatkv.engine.speculation import PROBE_STEPS, Speculation
 
 def lookup(ids: list[int], count: int = 4) -> list[int] | None:
     drafter = NgramDrafter()
-    return None if drafter.outlook(ids) is None else list(drafter.propose(ids, count, 0).tokens)
+    return None if drafter.outlook(ids) is None else list(drafter.propose(ids, count).tokens)
 
 
 def test_what_followed_the_longest_equal_stretch_is_drafted() -> None:
@@ -44,7 +44,7 @@ def test_token_by_token_finds_what_is_found_at_once(ids: list[int], count: int) 
         kind = grown.outlook(ids[:size])
     assert (kind is None) == (longest_by_definition(ids) < 2)
     if kind is not None:
-        assert list(grown.propose(ids, count, 0).tokens) == lookup(ids, count)
+        assert list(grown.propose(ids, count).tokens) == lookup(ids, count)
         assert grown._longest(ids)[1] == min(longest_by_definition(ids), 24)
 
 
@@ -74,7 +74,7 @@ def play(spec: Speculation, ids: list[int], truth: list[int]) -> list[int]:
     """The lengths drafted while an answer that goes `truth` is made."""
     ids, lengths, at = list(ids), [], 0
     while at < len(truth):
-        draft = spec.draft(ids, 16, 0)
+        draft = spec.draft(ids, 16)
         lengths.append(len(draft))
         for index in range(len(draft) + 1):
             if at == len(truth):

@@ -4,43 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from chatkv.cli.why import explain
-from chatkv.client import ChatRequest, open_chat
-from chatkv.engine.options import SamplingOptions, Speculate
-from chatkv.paths import folders
 from chatkv.server.metrics import Metrics
-from chatkv.session.turn import TurnOptions, TurnResult
+from chatkv.session.turn import TurnResult
 from chatkv.tui.status import Status
-
-Held = list[tuple[TurnResult, list[int]]]
-TEXTS = ("hello " * 8, "again", "and again")
-
-
-def held(
-    model: str,
-    texts: tuple[str, ...] = TEXTS,
-    session: str | None = None,
-    speculate: Speculate = "auto",
-    temperature: float = 0.0,
-    max_tokens: int = 64,
-    dtype: Any = "float32",
-    **options: Any,
-) -> Held:
-    """Turns in a runtime of their own: each result with the reply's ids."""
-    request = ChatRequest(model=model, dtype=dtype, resume=session, seed=3)
-    chosen = TurnOptions(
-        SamplingOptions(temperature), max_tokens, speculate=speculate, restore="reload", **options
-    )
-    results = []
-    with open_chat(folders(), request) as chat:
-        for text in texts:
-            result = chat.conversation.send(text, chosen)
-            results.append((result, list(chat.conversation.turns[-1].reply_ids)))
-    return results
+from drafted import TEXTS, Held, held
 
 
 @pytest.fixture
