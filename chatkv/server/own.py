@@ -123,7 +123,8 @@ class OwnApi:
                     result = held.conversation.send(
                         wanted.text, wanted.options, listener, wanted.system
                     )
-                emit(_result(held, result))
+                answered = _result(held, result)
+            emit(answered)  # who hears it may go on at once
 
         return event_stream(work)
 
@@ -135,7 +136,8 @@ class OwnApi:
         def work(emit: Emit, cancel: threading.Event) -> None:
             with self.hub.use(session_id, cancel) as held:
                 result = held.conversation.resume_reply(wanted.options, _listener(emit, cancel))
-                emit(_result(held, result))
+                answered = _result(held, result)
+            emit(answered)  # who hears it may go on at once
 
         return event_stream(work)
 
