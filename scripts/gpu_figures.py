@@ -122,7 +122,8 @@ def answered(rig: Rig, ids: list[int], num_new: int, seed: int, temperature: flo
     """What decodes an answer behind these ids, whose KV is whatever the pool holds."""
     with rig.sequence(len(ids)) as sequence:
         sequence.ids = list(ids)
-        sampler = Sampler(SamplingOptions(temperature), seed)
+        # To random weights all tokens are about as likely; to a model hardly more than these.
+        sampler = Sampler(SamplingOptions(temperature, top_k=40), seed)
         logits = torch.randn(rig.config.vocab_size, generator=torch.Generator().manual_seed(seed))
         steps = rig.engine.decode(sequence, logits, sampler, frozenset(), num_new)
         yield from ((sequence, token) for token, _ in steps)

@@ -28,6 +28,9 @@ from chatkv.engine.sequence import TokenSequence
 from chatkv.model.batch import PagedBatch
 from chatkv.model.decoder import Decoder
 
+# Where a token could not be drawn on the device, since the tail of its distribution counts, the
+# next ones hardly can: for so many steps none is launched ahead.
+PAUSE_STEPS = 16
 # Sequences that the graphs are recorded for; a step of more runs without one.
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -90,6 +93,7 @@ class PagedRunner:
         self._graphs: dict[int, DecodeGraph] = {}
         self._tokens = torch.zeros(GRAPH_SIZES[-1], dtype=torch.int64, device=pool.device)
         self._ahead: Launch | None = None
+        self._pause = 0  # steps
         self.num_ahead = 0  # steps that were on their way when turns asked for them
 
     def can_draw(self, sampler: Sampler) -> bool:
@@ -106,7 +110,8 @@ class PagedRunner:
                 return by_piece(_on_host(self._pass(pieces)), pieces)
             rows = list(range(len(pieces)))
             launch = graph.launch([Row.of(piece) for piece in pieces])
-        if all(piece.may_go_ahead for piece in pieces):
+        self._pause = max(0, self._pause - 1)
+        if not self._pause and all(piece.may_go_ahead for piece in pieces):
             behind = [launch.rows[row].behind(row) for row in rows]
             self._ahead = self._graph_of(len(pieces)).launch(behind)
         tokens = launch.tokens()
@@ -115,6 +120,8 @@ class PagedRunner:
         for piece, row in zip(pieces, rows, strict=True):
             if piece.sampler is not None and tokens[row] >= 0:
                 piece.token = tokens[row]
+            elif piece.sampler is not None:
+                self._pause = PAUSE_STEPS
         is_drawn = all(piece.token is not None for piece in pieces)
         logits = launch.logits if is_drawn else _on_host(launch.logits)
         return [logits[row] for row in rows]

@@ -147,6 +147,23 @@ def test_answers_are_the_same(engines: tuple[Engine, Engine], temperature: float
     assert runner_of(ahead).num_ahead == 98, "of 99 steps, all but the first"
 
 
+def test_where_tails_count_few_steps_are_launched_for_nothing(
+    engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chatkv.engine.device_draws.HEAD_TOKENS", 4)
+    options, num_launches, launch = SamplingOptions(1.5), 0, DecodeGraph.launch
+
+    def counted(self: DecodeGraph, rows: Any) -> Launch:
+        nonlocal num_launches
+        num_launches += 1
+        return launch(self, rows)
+
+    monkeypatch.setattr(DecodeGraph, "launch", counted)
+    made = [answer(engine, some_ids(50, 1), 100, Sampler(options, 3)) for engine in engines]
+    assert made[0] == made[1]
+    assert 99 < num_launches < 99 + 20
+
+
 def test_answers_beside_others_are_the_same(engines: tuple[Engine, Engine]) -> None:
     """Of all lengths, greedy and not: turns join and leave, and need blocks of their own."""
     plain, ahead = engines
