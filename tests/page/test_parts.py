@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from browsing import Browsed
+from browsing import Browsed, watched
 from served import served
-
-Browse = Callable[..., Browsed]
 
 
 @pytest.fixture(scope="module")
@@ -20,11 +18,13 @@ def url(own_home: Path, model: str) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture
-def page(browse: Browse, url: str) -> Browsed:
-    opened = browse(url)
+@pytest.fixture(scope="module")
+def page(chromium: Any, url: str) -> Iterator[Browsed]:
+    """One page for all: each test adds to its end, and nothing may ever break it."""
+    opened = watched(chromium, url)
     opened.open()
-    return opened
+    yield opened
+    opened.close()
 
 
 SHOW = """async (texts) => {

@@ -22,7 +22,6 @@ class Browsed:
     page: Any
     url: str
     wrong: list[str] = field(default_factory=list)
-    is_server_away: bool = False  # a test has ended it
 
     def open(self, session: str = "") -> None:
         self.page.goto(f"{self.url}/#{session}" if session else self.url)
