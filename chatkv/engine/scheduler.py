@@ -25,6 +25,7 @@ from chatkv.engine.budget import LEAST_TOKENS, StepBudget
 from chatkv.engine.draft_costs import DraftCosts
 from chatkv.engine.sampling import Sampler
 from chatkv.engine.sequence import TokenSequence
+from chatkv.process import leave_cores_to_others
 
 # How long a step waits for a turn that is still busy with what the last step gave it: so much, or
 # a part of what the last step took, since that is what missing one costs. A turn that is late is
@@ -115,6 +116,7 @@ class Scheduler:
     def run(self, piece: Piece, cancelled: Callable[[], bool] | None = None) -> Tensor:
         """Have a piece computed, at least its front; its logits. Raises what `forward` raises, and
         Cancelled where `cancelled` says so before its step has begun."""
+        leave_cores_to_others()  # who asks only samples
         try:
             self._ask(piece)
             while not piece.done.wait(POLL_S if cancelled is not None else None):

@@ -17,17 +17,25 @@ log = logging.getLogger("chatkv.server")
 
 Emit = Callable[[Event], None]
 
+# Pieces of text that wait for a slow reader, a long answer's; behind them its turn waits, and its
+# memory is for others to have.
+MAX_WAITING = 4096
+_POLL_S = 0.1
+
 
 async def events(work: Callable[[Emit, threading.Event], None]) -> AsyncGenerator[Event, None]:
     """What `work(emit, cancel)` emits, as it does, and `alive` in between when it is silent.
 
     An exception becomes the last event. Where nobody reads any more, `cancel` is set and the
-    thread is left to end by itself.
+    thread is left to end by itself; who reads slowly makes `emit` wait with text.
     """
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event | None]()
-    cancel = threading.Event()
+    cancel, slots = threading.Event(), threading.Semaphore(MAX_WAITING)
 
     def emit(event: Event | None) -> None:
+        if event is not None and event.event == "text":
+            while not slots.acquire(timeout=_POLL_S) and not cancel.is_set():
+                pass
         with suppress(RuntimeError):  # the loop has ended: so has whoever listened
             loop.call_soon_threadsafe(queue.put_nowait, event)
 
@@ -54,6 +62,8 @@ async def events(work: Callable[[Emit, threading.Event], None]) -> AsyncGenerato
                 event = Event("alive")
             if event is None:
                 return
+            if event.event == "text":
+                slots.release()
             yield event
     finally:
         cancel.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,49 @@ def test_one_that_waits_for_room_can_be_cancelled(
         assert not goes_on.is_set()
         goes_on.set()
         holder.result()
+
+
+def test_an_answer_that_nobody_reads_keeps_no_memory(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes to the disk, for others to be answered, and comes back when its reader does."""
+    texts = [f"1: {STORY * 4}", f"2: {STORY * 2}"]
+    with running(model) as runtime:
+        told = [said(talk(runtime, [text])) for text in texts]
+        per_token = runtime.layout.bytes_per_token
+    room_bytes = 5 * BLOCK_TOKENS * per_token / runtimes.POOL_SHARE_OF_MEMORY
+    monkeypatch.setattr(runtimes, "available_bytes", lambda: room_bytes)
+    is_reading, goes_on = threading.Event(), threading.Event()
+
+    def read(text: str) -> None:
+        is_reading.set()
+        assert goes_on.wait(60)
+
+    with running(model) as runtime:
+        room = runtime.engine.memory.room
+        slow = Turn(lambda: said(talk(runtime, texts[:1], GREEDY, Listener(on_text=read))))
+        assert is_reading.wait(60)
+        clock = room.clock
+        room.clock = lambda: clock() + 60
+        other = said(talk(runtime, texts[1:]))
+        assert not goes_on.is_set()
+        goes_on.set()
+        assert [slow.result(), other] == told
+
+
+def test_a_cancel_ends_a_restore_that_loads(model: str) -> None:
+    options = replace(GREEDY, restore="reload")
+    with running(model) as runtime:
+        session = runtime.new_session(seed=1)
+        with runtime.open(session) as conversation:
+            conversation.send(STORY * 4, GREEDY)
+    with running(model) as runtime:
+        again = runtime.conversations.get_session(session.id)
+        with runtime.open(again) as conversation:
+            cancelled = conversation.send("Go on.", options, Listener(cancelled=lambda: True))
+            assert (cancelled.finish_reason, cancelled.tokens.loaded) == ("interrupted", 0)
+            goes_on = conversation.send("Go on.", options)
+            assert goes_on.tokens.loaded > BLOCK_TOKENS, "nothing was taken for damaged"
 
 
 @pytest.mark.slow
