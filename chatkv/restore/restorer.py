@@ -14,6 +14,7 @@ from pathlib import Path
 
 from chatkv.engine.engine import Engine
 from chatkv.engine.pool import BLOCK_TOKENS
+from chatkv.engine.scheduler import Cancelled
 from chatkv.engine.sequence import TokenSequence
 from chatkv.errors import PersistenceError
 from chatkv.model.rope import inverse_frequencies
@@ -158,7 +159,7 @@ class Restorer:
         """Make `sequence` hold the planned ids, with as much of their KV in the pool as the plan
         says. The rest is prefill's, which must be told of `arriving` where that is set.
 
-        Waits for room, and raises what `Engine.reserve` does.
+        Waits for room, and raises what `Engine.reserve` does; Cancelled also while it loads.
         """
         situation = planned.situation
         sequence.become(planned.ids, num_cached=situation.in_pool)
@@ -171,7 +172,7 @@ class Restorer:
             self._saver.begin(sequence, [block for block in planned.stored if block is not None])
         result = Restored(planned.plan, situation.in_pool, planned.departure)
         if planned.plan.chosen == "reload" and planned.match is not None:
-            result = self._reload(sequence, planned.match, result, on_progress)
+            result = self._reload(sequence, planned.match, result, on_progress, cancelled)
         elif planned.plan.chosen == "both":
             result = replace(result, arriving=self._load_from_the_end(sequence, planned))
         return replace(result, notices=self._alarm(planned))
@@ -278,6 +279,7 @@ class Restorer:
         match: Match,
         result: Restored,
         on_progress: Callable[[int, int], None] | None,
+        cancelled: Callable[[], bool] | None,
     ) -> Restored:
         """Load the history, or begin to, where prefill may as well start on its first layers."""
         assert self._saver is not None
@@ -291,7 +293,7 @@ class Restorer:
                 if on_progress is not None:
                     on_progress(group + 1, groups)
 
-            return self._load(sequence, match, result.reused, done)
+            return self._load(sequence, match, result.reused, done, cancelled)
 
         expected = max(result.reused, min(match.num_tokens, len(sequence.ids) - 1))
         if self._may_overlap(expected - result.reused):
@@ -317,9 +319,11 @@ class Restorer:
         match: Match,
         reused: int,
         on_group: Callable[[int, int], None],
+        cancelled: Callable[[], bool] | None = None,
     ) -> Arrived:
         """Read the matched blocks that are not in the pool yet. Those that turn out to be damaged
-        end the useful part, and are dropped from the store so that they can be written again."""
+        end the useful part, and are dropped from the store so that they can be written again.
+        Raises Cancelled between values."""
         assert self.disk is not None
         began, cpu_began = time.perf_counter(), time.process_time()
         first = reused // BLOCK_TOKENS
@@ -331,7 +335,10 @@ class Restorer:
             self._reach.destination(sequence.run),
             default_threads(),
             on_group_done=lambda group, num_ok: on_group(group, first * BLOCK_TOKENS + num_ok),
+            stop=cancelled,
         )
+        if loaded.stopped:
+            raise Cancelled
         usable = max(reused, first * BLOCK_TOKENS + loaded.num_tokens_ok)
         if loaded.misses:
             self._drop(sequence, next(b for b in blocks if b.start + b.num_tokens > usable))
