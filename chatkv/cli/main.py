@@ -21,7 +21,6 @@ import click
 from chatkv import __version__
 from chatkv.cli.lazy import LazyGroup
 from chatkv.errors import ChatkvError
-from chatkv.paths import folders
 
 # name -> (where it is, what it does). Help and completion of names need no import of these.
 COMMANDS = {
@@ -63,8 +62,11 @@ def cli(context: click.Context) -> None:
 
 def _take_settings(context: click.Context) -> None:
     """Make what the file and the environment say the defaults of the command that is called."""
+    from chatkv.paths import folders
+
     path = folders().settings
-    if not path.exists() and not any(name.startswith("CHATKV_") for name in os.environ):
+    variables = (name for name in os.environ if name.startswith("CHATKV_"))
+    if not path.exists() and all(name == "CHATKV_HOME" for name in variables):
         return  # sooner than to find it out from what is not there
     from chatkv.settings.read import carry, defaults, read
 

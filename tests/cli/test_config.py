@@ -246,7 +246,11 @@ def test_the_full_screen_chat_looks_as_it_is_set(
 
     path = file("[tui]\ntheme = 'nord'\n[keys]\nsend = 'ctrl+s'\nnewline = 'enter'\n")
     shown: list[ChatApp] = []
-    monkeypatch.setattr(ChatApp, "run", shown.append)
+
+    def run(app: ChatApp) -> None:
+        shown.append(app)
+
+    monkeypatch.setattr(ChatApp, "run", run)
     new = ChatRequest(model="org/name")
     full_screen.show(ChatRequest(), new, TurnOptions, settings.read(path, {}))
     (app,) = shown
