@@ -172,7 +172,7 @@ def test_what_clients_send_beside_is_no_error(url: str) -> None:
         ({"messages": [user("x")], "stop": 5}, "stop"),
         ({"messages": [user("x")], "n": 1000}, "n must"),
         ({"messages": [user("x")], "top_logprobs": 500, "logprobs": True}, "top_logprobs"),
-        ({"messages": [user("x")], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": [user("x")], "response_format": {"type": "yaml"}}, "response_format"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
         ({"messages": [{"role": "system", "content": "x"}]}, "last message"),
         (
