@@ -2,12 +2,13 @@
 
 A decode step reads every weight once per token, so fewer bytes are speed; prefill is bound by
 arithmetic and wants them whole. So a few rows go to a kernel for packed weights, and more to the
-dense product: kept beside where there is room for it, else made for the moment.
+dense product, where there is room to keep that too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -44,8 +45,8 @@ def always_few(weight: QuantisedWeight, packed: Product, dense: Product) -> int:
 class QuantisedLinear:
     """y = x Wᵀ + b, as `Linear`, of x's dtype; W is of [out_features, in_features].
 
-    keeps_dense: whether W lies in memory in `dtype` too; few_rows: how many rows are few on a CPU.
-    A row's result does not depend on the other ones, but on whether they are few.
+    keeps_dense: whether W lies in memory in `dtype` too; few_rows: how many rows are few on a CPU
+    then. A row's result does not depend on the other ones, but on whether they are few.
     """
 
     def __init__(
@@ -57,19 +58,21 @@ class QuantisedLinear:
         few_rows: FewRows,
     ) -> None:
         self.bias = bias
-        self._dense: Product = (
-            Linear(dequantised(weight, dtype))
-            if keeps_dense
-            else lambda x: F.linear(x, dequantised(weight, dtype))
-        )
-        if weight.codes.device.type != "cpu":
-            self._packed: Product = lambda x: _device_product(x, weight)
-            self._most = MAX_ROWS
-        elif (product := cpu_product(weight, dtype)) is not None:
-            self._packed = product
-            self._most = few_rows(weight, product, self._dense)
+        on_cpu = weight.codes.device.type == "cpu"
+        packed = cpu_product(weight, dtype) if on_cpu else partial(_device_product, weight)
+        if keeps_dense:
+            self._dense: Product = Linear(dequantised(weight, dtype))
+        elif on_cpu and packed is not None:
+            self._dense = packed  # twice as slow as a dense product of many rows, making one 10x
         else:
-            self._packed, self._most = self._dense, 0
+            self._dense = partial(_dequantised_product, weight)
+        self._packed = packed or self._dense
+        if not on_cpu:
+            self._most = MAX_ROWS
+        elif packed is None or not keeps_dense:
+            self._most = 0
+        else:
+            self._most = few_rows(weight, packed, self._dense)
 
     def __call__(self, x: Tensor) -> Tensor:
         out = self._packed(x) if len(x) <= self._most else self._dense(x)
@@ -94,7 +97,7 @@ def cpu_product(weight: QuantisedWeight, dtype: torch.dtype) -> Product | None:
         if weight.codes.dtype != torch.int8:
             return None
         codes, steps = weight.codes, weight.scales.to(dtype)
-        return lambda x: torch.ops.aten._weight_int8pack_mm(x, codes, steps)
+        return lambda x: torch.ops.aten._weight_int8pack_mm(x.contiguous(), codes, steps)
     return _int4_product(weight, dtype)
 
 
@@ -109,10 +112,14 @@ def _int4_product(weight: Weight4, dtype: torch.dtype) -> Product | None:
     scales = weight.scales.float()
     shifts = scales * (8 - weight.zeros.float())
     both = torch.stack([scales, shifts], -1).to(dtype)
-    return lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group, both)
+    return lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), packed, group, both)
 
 
-def _device_product(x: Tensor, weight: QuantisedWeight) -> Tensor:
+def _dequantised_product(weight: QuantisedWeight, x: Tensor) -> Tensor:
+    return F.linear(x, dequantised(weight, x.dtype))
+
+
+def _device_product(weight: QuantisedWeight, x: Tensor) -> Tensor:
     if isinstance(weight, Weight4):
         return linear_int4(x, weight)
     return (linear_int8 if weight.codes.dtype == torch.int8 else linear_fp8)(x, weight)
