@@ -149,7 +149,7 @@ def _kv_bytes(config: ModelConfig, dtype: Any, files: ModelFiles) -> dict[str, f
     not measured on this model yet."""
     from chatkv.session.codec_record import ratios
     from chatkv_store.layout import KVLayout
-    from chatkv_store.rates import bytes_per_token
+    from chatkv_store.codec_rates import bytes_per_token
 
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
     known = ratios(folders().models, files.name, dtype)
