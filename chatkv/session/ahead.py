@@ -69,7 +69,10 @@ def _prefill(
     if sequence.common_prefix(ids) == len(ids):
         return Ready(len(ids), reused=len(ids))
     planned = restorer.plan(sequence, ids, conversation.num_computed)
-    restored = restorer.restore(sequence, planned, partial(on_progress, "restore"), cancelled)
+    try:
+        restored = restorer.restore(sequence, planned, partial(on_progress, "restore"), cancelled)
+    except Cancelled:
+        return Ready(sequence.num_cached, reused=sequence.num_cached)
     prefilled = partial(on_progress, "prefill")
     prefilled(restored.reused + restored.num_loaded, len(ids))
     try:
