@@ -55,7 +55,7 @@ def _measure_grid(runtime: Any, home: Path, lengths: list[int], options: Options
     grid = Grid(runtime, home, max(lengths))
     for num_tokens in lengths:
         # Long restores are steady, short ones are lost in whatever else the machine does.
-        repeat = 2 if options.quick else max(1, min(5, 4096 // num_tokens))
+        repeat = 2 if options.quick else max(1, min(3, 4096 // num_tokens))
         IN_MEMORY[num_tokens] = grid.in_memory(num_tokens, repeat + 2)
         re_prefill_s = grid.re_prefill(num_tokens, repeat)
         rate = num_tokens / re_prefill_s * grid.bytes_per_token

@@ -4,6 +4,8 @@ from the first, and where they meet the history is whole.
 To the engine this is ordinary chunked prefill whose next piece is asked for: it skips what has
 arrived, waits for a block that is just arriving, and takes the rest. A block that is missing or
 turns out to be damaged is simply never skipped, so a loader that fails costs time and nothing else.
+What follows the history need not wait for the last block to be whole: it begins with the layers
+that have come.
 
 Each end takes only what it will have done before the other could, by what both were expected to
 take at first and by what they take as it goes: an estimate that is far off is put right within a
@@ -13,17 +15,23 @@ few blocks.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
+from chatkv.engine.engine import LayerMissing
 from chatkv.engine.pool import BLOCK_TOKENS
 from chatkv.restore.cost import Measured
+from chatkv.restore.pace import Pace
 from chatkv_store.chain import StoredBlock
 
 # The loader reads runs of blocks that take about this long: many are read faster, few leave less
 # in flight for prefill to wait for when the ends meet.
 RUN_S, MAX_RUN_BLOCKS = 0.02, 8
+
+
+# load(blocks, on_layers) puts blocks into the pool: how many leading ones are sound, the bytes
+# read, and what is wrong with the next one. on_layers(n): the first n layers of all are there.
+Load = Callable[[Sequence[StoredBlock], Callable[[int], None]], tuple[int, int, str | None]]
 
 
 class _State(Enum):
@@ -33,66 +41,25 @@ class _State(Enum):
     COMPUTED = auto()  # prefill has taken it, or must: it is damaged or not stored
 
 
-class _Pace:
-    """How many times longer than expected one end takes, followed from piece to piece."""
-
-    def __init__(self) -> None:
-        self.is_known = False
-        self._factor = 1.0
-        self._expected_s = 1e-9  # of the piece that is on its way
-        self._began: float | None = None
-
-    def begin(self, expected_s: float) -> None:
-        self._expected_s, self._began = max(expected_s, 1e-9), time.perf_counter()
-
-    def end(self, expected_s: float | None = None) -> float:
-        """The piece is done, or a part of it that was expected to take expected_s; the seconds
-        that it took."""
-        seconds = self._elapsed_s
-        factor = seconds / max(expected_s or self._expected_s, 1e-9)
-        self._factor = (self._factor + factor) / 2 if self.is_known else factor
-        self.is_known, self._began = True, None
-        return seconds
-
-    @property
-    def is_busy(self) -> bool:
-        return self._began is not None
-
-    @property
-    def factor(self) -> float:
-        return max(self._factor, self._elapsed_s / self._expected_s)
-
-    @property
-    def left_s(self) -> float:
-        """Until the piece on its way is done; what is overdue will be so for as long again."""
-        return abs(self._expected_s * self._factor - self._elapsed_s) if self.is_busy else 0.0
-
-    @property
-    def _elapsed_s(self) -> float:
-        return 0.0 if self._began is None else time.perf_counter() - self._began
-
-
 class BothEnds:
     """The KV of one history on its way into the pool.
 
     blocks[i]: what is stored for tokens from i * BLOCK_TOKENS on, None where nothing is. Those in
     front of block `first` are prefill's.
-    load(blocks) puts blocks into the pool; how many leading ones are sound, the bytes read, and
-    what is wrong with the next one.
     load_block_s: what loading a block is expected to take. compute_s(start, stop): what prefill is.
+    is_alone(): whether nobody else computes, who would have to wait for layers too.
     """
-
-    wait_layer = None  # a block counts as there when all its layers are
 
     def __init__(
         self,
         blocks: Sequence[StoredBlock | None],
         first: int,
-        load: Callable[[Sequence[StoredBlock]], tuple[int, int, str | None]],
+        load: Load,
         load_block_s: float,
         compute_s: Callable[[int, int], float],
+        is_alone: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._blocks, self._load = list(blocks), load
+        self._blocks, self._load, self._is_alone = list(blocks), load, is_alone
         self._load_block_s, self._compute_s = load_block_s, compute_s
         self._states = [
             _State.WANTED if block is not None and index >= first else _State.COMPUTED
@@ -100,7 +67,12 @@ class BothEnds:
         ]
         self._frontier = first  # the block behind prefill's last piece
         self._piece = (0, 0)
-        self._loading, self._computing = _Pace(), _Pace()
+        self.wait_layer: Callable[[int], None] | None = None  # of the last gap (see `Arriving`)
+        self._awaited = range(0)  # blocks that the last piece began without
+        self._num_begun = 0  # tokens before it that prefill skipped
+        self._layers_ready = 0  # of the blocks that are just being loaded
+        self._rest_s = 0.0  # that prefill takes for what follows the history
+        self._loading, self._computing = Pace(), Pace()
         self._changed = threading.Condition()
         self._is_closed = self._is_over = False  # over: the loader takes no more blocks
         self.num_loaded = 0  # tokens that prefill skipped
@@ -126,9 +98,11 @@ class BothEnds:
         them; all before start have their KV. Waits for a block that is just being loaded."""
         with self._changed:
             self._piece_done(position)
-            start, stop = self._next(position, total, limit)
-            self._piece = start, stop
-            self._computing.begin(self._compute_s(start, stop))
+            self._note_rest(total)
+            self.wait_layer, self._awaited = None, range(0)
+            self._piece = start, stop = self._next(position, total, limit)
+            if self.wait_layer is None:  # else it takes what the loader takes
+                self._computing.begin(self._compute_s(start, stop))
             return start, stop
 
     def close(self) -> None:
@@ -148,6 +122,13 @@ class BothEnds:
             self.measured.prefill_s += self._computing.end(self._compute_s(start, position))
             self.measured.pieces.append((start, position))
 
+    def _note_rest(self, total: int) -> None:
+        """Expect prefill of what follows the blocks, which goes on while the last ones arrive."""
+        last = self._blocks[-1] if self._blocks else None
+        if last is not None and self._is_alone():
+            rest_s = self._compute_s(last.start + last.num_tokens, total)
+            self._rest_s = rest_s * self._computing.factor
+
     def _next(self, position: int, total: int, limit: int) -> tuple[int, int]:
         while True:
             index = position // BLOCK_TOKENS
@@ -160,6 +141,8 @@ class BothEnds:
                 position = max(position, end)
                 if block.num_tokens < BLOCK_TOKENS:  # stored in part: the rest is prefill's
                     return position, self._end_of(index, position + limit, total)
+            elif state is _State.LOADING and self._is_last_to_come(index) and self._is_alone():
+                return self._begin_without(index, position, total, limit)
             elif state is _State.LOADING or not (count := self._share(index, limit)):
                 self._changed.wait()
             else:
@@ -167,6 +150,41 @@ class BothEnds:
                     self._states[taken] = _State.COMPUTED
                 self._frontier = index + count
                 return position, self._end_of(index + count - 1, position + limit, total)
+
+    def _is_last_to_come(self, index: int) -> bool:
+        """Whether all blocks from `index` on are there or on their way, without a gap."""
+        states = self._states[index:]
+        whole = all(block and block.num_tokens == BLOCK_TOKENS for block in self._blocks[index:-1])
+        return whole and all(state in (_State.LOADING, _State.LOADED) for state in states)
+
+    def _begin_without(self, index: int, position: int, total: int, limit: int) -> tuple[int, int]:
+        """What follows the blocks that are still being loaded, to be computed as their layers
+        come."""
+        last = self._blocks[-1]
+        assert last is not None
+        end = last.start + last.num_tokens
+        loading = [i for i in range(index, len(self._states)) if self._states[i] is _State.LOADING]
+        self._awaited = range(loading[0], loading[-1] + 1)
+        self.wait_layer = self._wait_layer
+        self._num_begun = end - position
+        self.num_loaded += self._num_begun
+        return end, min(total, end + limit)
+
+    def _wait_layer(self, layer: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._layers_ready > layer or not self._is_awaiting)
+            if self._layers_ready <= layer and not self._has_come:
+                self.num_loaded -= self._num_begun
+                self._num_begun = 0
+                raise LayerMissing
+
+    @property
+    def _is_awaiting(self) -> bool:
+        return any(self._states[index] is _State.LOADING for index in self._awaited)
+
+    @property
+    def _has_come(self) -> bool:
+        return all(self._states[index] is _State.LOADED for index in self._awaited)
 
     def _share(self, first: int, limit: int) -> int:
         """How many blocks of the gap that begins at block `first` prefill should take next, the
@@ -185,9 +203,9 @@ class BothEnds:
         def met_s(taken: int) -> float:
             """Until both ends have done all of the gap, if prefill takes so much of it now."""
             computing_s = taken * compute_s + fixed_s if taken else 0.0
-            return max(computing_s, left_s + (gap - first - taken) * load_s)
+            return max(computing_s + self._rest_s, left_s + (gap - first - taken) * load_s)
 
-        even = (left_s + (gap - first) * load_s - fixed_s) / (load_s + compute_s)
+        even = (left_s + (gap - first) * load_s - fixed_s - self._rest_s) / (load_s + compute_s)
         at_least = 1 if self._states[first] is _State.COMPUTED else 0
         below = max(0, int(even))
         return max(at_least, min(count, min(below, below + 1, key=met_s)))
@@ -221,7 +239,7 @@ class BothEnds:
         wanted = [block for block in self._blocks[run.start : run.stop] if block is not None]
         sound = 0
         try:
-            sound, num_bytes, damage = self._load(wanted)
+            sound, num_bytes, damage = self._load(wanted, self._layers_came)
             self.num_bytes += num_bytes
             self.damage = self.damage or damage
         except Exception as error:
@@ -242,6 +260,11 @@ class BothEnds:
                 )
             self._changed.notify_all()
 
+    def _layers_came(self, num_layers: int) -> None:
+        with self._changed:
+            self._layers_ready = num_layers
+            self._changed.notify_all()
+
     def _claim(self) -> range | None:
         """The last blocks that are still wanted, marked as loading; None when there are none, or
         prefill will sooner have been there."""
@@ -250,10 +273,10 @@ class BothEnds:
             if self._is_closed or not wanted:
                 return None
             stop = wanted[-1] + 1
-            load_s, compute_s, _ = self._block_s(wanted[0])
+            load_s, compute_s, fixed_s = self._block_s(wanted[0])
             between = self._states[self._frontier : stop]
             num_left = sum(state in (_State.WANTED, _State.COMPUTED) for state in between)
-            until_met_s = self._computing.left_s + num_left * compute_s
+            until_met_s = self._computing.left_s + num_left * compute_s + fixed_s + self._rest_s
             if load_s > until_met_s and self._loading.is_known:
                 return None
             # Equally long neighbours are read together; towards the meeting point one by one.
@@ -263,6 +286,7 @@ class BothEnds:
                 start -= 1
             for index in range(start, stop):
                 self._states[index] = _State.LOADING
+            self._layers_ready = 0
             self._loading.begin(self._load_block_s * (stop - start))
             return range(start, stop)
 

@@ -26,6 +26,11 @@ _WEIGHT = 0.3
 _LIMIT = 4.0
 _UNTRIED = 0.95
 
+# Loading that leaves the cores idle for less than this is not worth computing beside it.
+OVERLAP_S = 0.02
+# Of the new prompt, so much is computed before the last layers have come.
+_OVERLAP = 0.7
+
 
 @dataclass
 class Measured:
@@ -65,22 +70,34 @@ class CostModel:
         linear = self.prefill_s_per_token * (stop - start)
         return self.prefill_fixed_s + linear + self.prefill_s_per_token_pair * pairs
 
-    def both_s(self, start: int, loadable_from: int, loaded_to: int) -> float:
-        """Seconds until tokens [start, loaded_to) are in the pool when prefill computes from the
-        first and [loadable_from, loaded_to) is loaded from the last, each as far as suits best.
+    def reload_s(self, num_tokens: int, stop: int, start: int) -> float:
+        """Seconds until tokens up to `stop` are in the pool, where num_tokens of them are loaded
+        and those from `start` on are computed; that begins with the layers that have come first."""
+        computing_s = self.prefill_s(start, stop)
+        beside_s = max(0.0, self.idle_s(num_tokens) - OVERLAP_S)
+        return self.load_s(num_tokens) + computing_s - min(beside_s, _OVERLAP * computing_s)
+
+    def idle_s(self, num_tokens: int) -> float:
+        """For how long loading num_tokens tokens leaves the cores to others."""
+        return num_tokens * max(0.0, self.load_s_per_token - self.load_cpu_s_per_token)
+
+    def both_s(self, start: int, loadable_from: int, loaded_to: int, stop: int) -> float:
+        """Seconds until tokens [start, stop) are in the pool when prefill computes from the first
+        and [loadable_from, loaded_to) is loaded from the last, each as far as suits best, while
+        prefill goes on with what follows.
 
         The loader takes load_cpu_s_per_token of the cores' time away from prefill. Both take
-        blocks of 64 tokens, so on average half of one by each is in the way where they meet, and
-        prefill's last pieces are short.
+        blocks of 64 tokens, so on average a quarter of one by each is in the way where they meet.
         """
-        meeting_s = 32 * (self.load_s_per_token + self.prefill_s_per_token) + self.prefill_fixed_s
+        meeting_s = 16 * (self.load_s_per_token + self.prefill_s_per_token)
+        rest_s = self.prefill_s(loaded_to, stop)
 
         def at(meeting: int) -> float:
             loaded = loaded_to - meeting
-            computing = self.prefill_s(start, meeting) + loaded * self.load_cpu_s_per_token
-            if meeting in (loadable_from, loaded_to):
-                return max(self.load_s(loaded), computing)
-            return max(self.load_s(loaded), computing) + meeting_s
+            front_s = self.prefill_s(start, meeting) + loaded * self.load_cpu_s_per_token
+            loading_s = self.reload_s(loaded, stop, loaded_to)
+            at_ends = meeting in (loadable_from, loaded_to)
+            return max(loading_s, front_s + rest_s) + (0.0 if at_ends else meeting_s)
 
         # Convex between its ends, where the fixed costs of loading or computing fall away.
         low, high = loadable_from, loaded_to

@@ -106,7 +106,7 @@ def choose(
     total, in_pool = situation.total, situation.in_pool
     loaded = in_pool + situation.loadable
     recompute_s = cost.prefill_s(in_pool, total)
-    reload_s = cost.load_s(situation.loadable) + cost.prefill_s(loaded, total)
+    reload_s = cost.reload_s(situation.loadable, total, loaded)
     options: dict[str, float] = {}
     if situation.loadable:
         options["reload"] = reload_s * 1e3
@@ -114,8 +114,7 @@ def choose(
         options["re-prefill"] = recompute_s * 1e3
         first, last = situation.both_range
         if last > first:
-            both_s = cost.both_s(in_pool, first, last) + cost.prefill_s(last, total)
-            options["both"] = both_s * 1e3
+            options["both"] = cost.both_s(in_pool, first, last, total) * 1e3
     alternatives = dict(options)
     if exact:
         missing = situation.history - loaded

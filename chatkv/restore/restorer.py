@@ -20,7 +20,7 @@ from chatkv.errors import PersistenceError
 from chatkv.model.rope import inverse_frequencies
 from chatkv.restore.both_ends import BothEnds
 from chatkv.restore.calibration import Calibration, Progress, calibrate
-from chatkv.restore.cost import CostFile
+from chatkv.restore.cost import OVERLAP_S, CostFile
 from chatkv.restore.layers import Arrived, LayerLoad
 from chatkv.restore.misses import (
     Departure,
@@ -37,8 +37,6 @@ from chatkv_store.errors import StoreError
 from chatkv_store.layout import KVLayout
 from chatkv_store.loader import default_threads, load_blocks
 
-# Loading that leaves the cores idle for less than this is not worth computing beside it.
-OVERLAP_S = 0.02
 # How long others wait at most for the KV that they displace to be on disk.
 SWAP_S = 5.0
 
@@ -306,9 +304,8 @@ class Restorer:
     def _may_overlap(self, num_tokens: int) -> bool:
         """Whether the new prompt should start while history loads: not where loading is the work
         of the cores that would compute, nor where the model is busy with others meanwhile."""
-        cost = self.cost
-        idle_s = num_tokens * (cost.load_s_per_token - cost.load_cpu_s_per_token)
-        return self._is_alone() and self.layout.num_values > 1 and idle_s > OVERLAP_S
+        is_worth_it = self.cost.idle_s(num_tokens) > OVERLAP_S
+        return self._is_alone() and self.layout.num_values > 1 and is_worth_it
 
     def _is_alone(self) -> bool:
         return self.engine.memory.num_in_use <= 1
@@ -354,9 +351,18 @@ class Restorer:
         """Begin to load the stored blocks, the last ones first, beside the prefill that follows."""
         into = self._reach.destination(sequence.run)
 
-        def load(blocks: Sequence[StoredBlock]) -> tuple[int, int, str | None]:
+        def load(
+            blocks: Sequence[StoredBlock], on_layers: Callable[[int], None]
+        ) -> tuple[int, int, str | None]:
             assert self.disk is not None and self._saver is not None
-            done = load_blocks(self.disk.store, blocks, self.layout, into, default_threads())
+            num_tokens = sum(block.num_tokens for block in blocks)
+
+            def on_group(group: int, num_ok: int) -> None:
+                if num_ok == num_tokens:
+                    on_layers(self.layout.value_layers(group).stop)
+
+            store, threads = self.disk.store, default_threads()
+            done = load_blocks(store, blocks, self.layout, into, threads, on_group)
             sound = done.num_tokens_ok // blocks[0].num_tokens
             self._saver.loaded(sequence, blocks[:sound])
             if sound < len(blocks):
@@ -366,7 +372,9 @@ class Restorer:
         # A block that is partly in the pool already is prefill's.
         first = -(-planned.situation.in_pool // BLOCK_TOKENS)
         load_block_s = self.cost.load_s_per_token * BLOCK_TOKENS
-        return BothEnds(planned.stored, first, load, load_block_s, self.cost.prefill_s)
+        return BothEnds(
+            planned.stored, first, load, load_block_s, self.cost.prefill_s, self._is_alone
+        )
 
     def _drop(self, sequence: TokenSequence, damaged: StoredBlock) -> None:
         assert self._saver is not None

@@ -14,15 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatkv.client import ChatRequest, OpenChat, open_chat
+from chatkv.engine.engine import LayerMissing
 from chatkv.engine.options import SamplingOptions
 from chatkv.engine.pool import BLOCK_TOKENS
 from chatkv.paths import folders
-from chatkv.restore.both_ends import BothEnds, _Pace
+from chatkv.restore.both_ends import BothEnds
+from chatkv.restore.pace import Pace
 from chatkv.session.turn import Listener, TurnOptions
 from chatkv_store.chain import StoredBlock
 from turns import run_turns
 
 Checkpoint = Callable[..., Path]
+LAYERS = 3
 
 
 class Walk:
@@ -30,6 +33,8 @@ class Walk:
 
     def __init__(self, stored: Sequence[int | None], first: int, behaviour: random.Random) -> None:
         self.tokens: dict[int, str] = {}
+        self.layers: set[tuple[int, int]] = set()  # (start of a block, layer) that have come
+        self.num_waits = 0
         self.behaviour, self.lock = behaviour, threading.Lock()
         header: Any = None
         self.blocks = [
@@ -39,16 +44,28 @@ class Walk:
         # From a disk that is much faster than prefill to one that is not worth waiting for.
         load_block_s = 0.001 * 10 ** behaviour.uniform(-1.5, 1.5)
         self.both = BothEnds(
-            self.blocks, first, self.load, load_block_s, lambda start, stop: 1e-5 * (stop - start)
+            self.blocks,
+            first,
+            self.load,
+            load_block_s,
+            lambda start, stop: 1e-5 * (stop - start),
+            is_alone=lambda: behaviour.random() < 0.8,
         )
 
-    def load(self, blocks: Sequence[StoredBlock]) -> tuple[int, int, str | None]:
+    def load(
+        self, blocks: Sequence[StoredBlock], on_layers: Callable[[int], None]
+    ) -> tuple[int, int, str | None]:
         sound = (
             len(blocks) if self.behaviour.random() < 0.8 else self.behaviour.randrange(len(blocks))
         )
         if self.behaviour.random() < 0.05:
             raise OSError("the disk is gone")
-        time.sleep(self.behaviour.random() * 0.002)
+        # All layers of the sound ones come; of the others, perhaps some.
+        for layer in range(LAYERS if sound == len(blocks) else self.behaviour.randrange(LAYERS)):
+            time.sleep(self.behaviour.random() * 0.002 / LAYERS)
+            with self.lock:
+                self.layers |= {(block.start, layer) for block in blocks}
+            on_layers(layer + 1)
         for block in blocks[:sound]:
             self.note(block.start, block.start + block.num_tokens, "loaded")
         return sound, sound, None if sound == len(blocks) else "damaged"
@@ -58,11 +75,25 @@ class Walk:
         while position < total:
             begin, stop = self.both.next_gap(position, total, 128)
             assert position <= begin < stop <= min(total, begin + 128)
-            for token in range(position, begin):
-                assert self.tokens.get(token) == "loaded", f"token {token} was skipped"
+            try:
+                self.attend(position, begin)
+            except LayerMissing:
+                continue
             time.sleep(self.behaviour.random() * 0.001)
             self.note(begin, stop, "computed")
             position = stop
+
+    def attend(self, start: int, stop: int) -> None:
+        """Find the KV of the tokens [start, stop) that were skipped, layer by layer."""
+        wait, tokens = self.both.wait_layer, range(start, stop)
+        self.num_waits += wait is not None
+        for layer in range(LAYERS):
+            if wait is not None:
+                wait(layer)
+            for token in tokens:
+                block = token // BLOCK_TOKENS * BLOCK_TOKENS
+                is_loaded = self.tokens.get(token) == "loaded" or (block, layer) in self.layers
+                assert is_loaded, f"token {token} was skipped"
 
     def note(self, start: int, stop: int, how: str) -> None:
         with self.lock:
@@ -107,8 +138,8 @@ def test_a_pace_is_known_after_one_piece_and_follows_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr("chatkv.restore.both_ends.time.perf_counter", lambda: now[0])
-    pace = _Pace()
+    monkeypatch.setattr("chatkv.restore.pace.time.perf_counter", lambda: now[0])
+    pace = Pace()
     assert (pace.factor, pace.left_s) == (1.0, 0.0)
     pace.begin(expected_s=1.0)
     now[0] += 0.25
@@ -126,6 +157,61 @@ def test_a_pace_is_known_after_one_piece_and_follows_the_next(
     now[0] += 2.0
     pace.end(expected_s=0.25)  # only a part of it was done
     assert pace.factor == 7.0
+
+
+def block(index: int) -> StoredBlock:
+    header: Any = None
+    return StoredBlock(b"", index * BLOCK_TOKENS, BLOCK_TOKENS, header)
+
+
+@pytest.mark.parametrize("is_sound", [True, False])
+def test_what_follows_begins_with_the_layers_of_the_last_block_that_have_come(
+    is_sound: bool,
+) -> None:
+    came, go_on = threading.Event(), threading.Event()
+
+    def load(
+        blocks: Sequence[StoredBlock], on_layers: Callable[[int], None]
+    ) -> tuple[int, int, str | None]:
+        on_layers(1)
+        came.set()
+        go_on.wait()
+        return (1, 10, None) if is_sound else (0, 10, "damaged")
+
+    both = BothEnds([block(0)], 0, load, 1e-6, lambda start, stop: 1.0)
+    came.wait()
+    assert both.next_gap(0, 80, 512) == (64, 80)
+    assert both.wait_layer is not None
+    both.wait_layer(0)  # it is there, and the block is still on its way
+    go_on.set()
+    if is_sound:
+        both.wait_layer(1)
+        assert both.num_loaded == 64
+    else:
+        with pytest.raises(LayerMissing):
+            both.wait_layer(1)
+        assert both.num_loaded == 0
+        assert both.next_gap(0, 80, 512) == (0, 80)
+    both.close()
+
+
+def test_beside_others_what_follows_waits_for_the_whole_block() -> None:
+    came, go_on = threading.Event(), threading.Event()
+
+    def load(
+        blocks: Sequence[StoredBlock], on_layers: Callable[[int], None]
+    ) -> tuple[int, int, str | None]:
+        came.set()
+        go_on.wait()
+        return 1, 10, None
+
+    both = BothEnds([block(0)], 0, load, 1e-6, lambda start, stop: 1.0, is_alone=lambda: False)
+    came.wait()
+    threading.Timer(0.05, go_on.set).start()
+    assert both.next_gap(0, 80, 512) == (64, 80)
+    assert go_on.is_set()
+    assert both.wait_layer is None
+    both.close()
 
 
 # --- with a real model ----------------------------------------------------------------------------
