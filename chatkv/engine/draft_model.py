@@ -21,9 +21,9 @@ from chatkv.engine.sequence import TokenSequence
 from chatkv.errors import ContextFull, ModelError
 from chatkv.model.catalog import find_model
 from chatkv.model.decoder import Decoder
-from chatkv.model.weights import load_weights
 from chatkv.model.prepared import Dtype, prepare
 from chatkv.model.tokenizer import Tokenizer
+from chatkv.model.weights import load_weights
 from chatkv.paths import Folders
 
 MAX_DRAFT = 8
