@@ -148,8 +148,8 @@ def _kv_bytes(config: ModelConfig, dtype: Any, files: ModelFiles) -> dict[str, f
     """Codec -> bytes of stored KV for each token; None where that depends on what is said, and was
     not measured on this model yet."""
     from chatkv.session.codec_record import ratios
-    from chatkv_store.layout import KVLayout
     from chatkv_store.codec_rates import bytes_per_token
+    from chatkv_store.layout import KVLayout
 
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
     known = ratios(folders().models, files.name, dtype)
