@@ -55,7 +55,7 @@ def measure(
     status = Status()
     status.show("starting")
     try:
-        values = _measure(_read(text), model, dtype, tokens, status)
+        values = _measure(read_text(text), model, dtype, tokens, status)
     finally:
         status.clear()
     if not output.is_human:
@@ -76,7 +76,7 @@ def measure(
     )
 
 
-def _read(file: Path | None) -> str:
+def read_text(file: Path | None) -> str:
     if file is None:
         from pydoc_data.topics import topics
 

@@ -18,6 +18,7 @@ from chatkv.paths import folders
 VERBS = {
     "ls": ("chatkv.cli.models:ls", "List the models on this machine."),
     "show": ("chatkv.cli.models_show:show", "Show what a model is, and the memory that it needs."),
+    "measure": ("chatkv.cli.models_measure:measure", "Measure what weights of fewer bits cost."),
     "pull": ("chatkv.cli.models_pull:pull", "Download a model from the hub."),
     "rm": ("chatkv.cli.models_remove:rm", "Delete prepared copies, and downloads on request."),
 }

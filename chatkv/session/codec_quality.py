@@ -13,17 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from chatkv.errors import UsageError
 from chatkv.model.decoder import Decoder
 from chatkv.model.rope import inverse_frequencies
 from chatkv.session.codec_record import CodecQuality
+from chatkv.session.predictions import CHUNK_TOKENS, Difference, TextOnModel
 from chatkv_store import codec as codecs
 from chatkv_store.layout import KVLayout
 
 CODECS = ("raw", "lossless", "packed", "int8", "fp8", "int4")
-CHUNK_TOKENS = 128  # logits of this many tokens are held at once, for each codec in turn
 
 
 def measure_codecs(
@@ -45,17 +44,17 @@ def measure_codecs(
         )
     if len(ids) > decoder.max_position:
         raise UsageError(f"the text has {len(ids)} tokens, the model reads {decoder.max_position}")
-    exact = _Sequence(decoder, layout, ids)
+    exact = TextOnModel(decoder, ids)
     for start in range(0, half, CHUNK_TOKENS):
         exact.compute(start, min(start + CHUNK_TOKENS, half))
         on_progress("reading the text", min(start + CHUNK_TOKENS, half), half)
 
     coded: dict[str, _Coded] = {}
     for name in names:
-        sequence = _Sequence(decoder, layout, ids)
-        ratio, is_exact = _through_codec(name, exact, sequence, half)
+        sequence = TextOnModel(decoder, ids)
+        ratio, is_exact = _through_codec(name, layout, exact, sequence, half)
         # Equal bits give equal predictions; they need not be computed twice.
-        coded[name] = _Coded(ratio, is_exact, None if is_exact else sequence, _Difference())
+        coded[name] = _Coded(ratio, is_exact, None if is_exact else sequence, Difference())
 
     scored = len(ids) - 1 - half  # the last token has nothing to predict
     for start in range(half, len(ids) - 1, CHUNK_TOKENS):
@@ -70,38 +69,21 @@ def measure_codecs(
 
 
 @dataclass
-class _Difference:
-    """Sums over predictions."""
-
-    exact_nll: float = 0.0  # negative log likelihood of the text, nats
-    nll: float = 0.0
-    kl: float = 0.0
-    agreed: int = 0
-
-    def add(self, wanted: Tensor, found: Tensor, targets: Tensor) -> None:
-        """wanted, found: log probabilities [tokens, vocab_size]; targets: [tokens]."""
-        self.exact_nll -= float(wanted.gather(1, targets[:, None]).sum())
-        self.nll -= float(found.gather(1, targets[:, None]).sum())
-        self.kl += float((wanted.exp() * (wanted - found)).sum())
-        self.agreed += int((wanted.argmax(-1) == found.argmax(-1)).sum())
-
-
-@dataclass
 class _Coded:
     """A codec, and the sequence whose first half has been through it."""
 
     ratio: float
     is_exact: bool
-    sequence: _Sequence | None
-    difference: _Difference
+    sequence: TextOnModel | None
+    difference: Difference
 
     def quality(self, name: str, num_tokens: int) -> CodecQuality:
         sums = self.difference
         return CodecQuality(
             codec=name,
             ratio=self.ratio,
-            perplexity=float(np.exp(sums.nll / num_tokens)),
-            exact_perplexity=float(np.exp(sums.exact_nll / num_tokens)),
+            perplexity=sums.perplexity(num_tokens),
+            exact_perplexity=sums.exact_perplexity(num_tokens),
             kl=max(0.0, sums.kl / num_tokens),  # a rounding below zero means zero
             top1_agreement=sums.agreed / num_tokens,
             num_tokens=num_tokens,
@@ -109,39 +91,15 @@ class _Coded:
         )
 
 
-class _Sequence:
-    """One text and its KV, in memory of its own (a `decoder.Span`)."""
-
-    is_draft = False
-
-    def __init__(self, decoder: Decoder, layout: KVLayout, ids: Sequence[int]) -> None:
-        self.decoder, self.layout, self._ids = decoder, layout, ids
-        shape = (layout.num_layers, 2, layout.num_kv_heads, len(ids), layout.head_dim)
-        self.kv = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
-        self.start = self.length = 0
-
-    def compute(self, start: int, stop: int) -> Tensor:
-        """Logits after each of the tokens [start, stop), [tokens, vocab_size] float32."""
-        self.start, self.length = start, stop - start
-        new = torch.tensor(self._ids[start:stop], device=self.decoder.device)
-        return self.decoder.forward(new, [self], every_position=True)
-
-    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        end = self.start + self.length
-        self.kv[layer, 0, :, self.start : end] = keys.transpose(0, 1)
-        self.kv[layer, 1, :, self.start : end] = values.transpose(0, 1)
-        return self.kv[layer, 0, :, :end], self.kv[layer, 1, :, :end]
-
-
 def _through_codec(
-    name: str, source: _Sequence, target: _Sequence, num_tokens: int
+    name: str, layout: KVLayout, source: TextOnModel, target: TextOnModel, num_tokens: int
 ) -> tuple[float, bool]:
     """Fill the first num_tokens tokens of `target` with what the codec makes of `source`'s.
 
     Cut into blocks and values as the disk tier does. Returns the ratio, and whether every bit is
     as it was.
     """
-    layout, coder = source.layout, codecs.by_name(name)
+    coder = codecs.by_name(name)
     frequencies = inverse_frequencies(source.decoder.config)[0].numpy()
     kind = torch.uint32 if source.kv.dtype == torch.float32 else torch.uint16
     bits = source.kv[:, :, :, :num_tokens].cpu().contiguous().view(kind).numpy()
