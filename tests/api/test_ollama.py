@@ -78,7 +78,7 @@ def test_errors_are_a_text(client: ollama.Client, name: str, stream: bool) -> No
     wanted: list[tuple[int, str, dict[str, Any]]] = [
         (404, "there is no model", {"model": "nobody"}),
         (400, "context ends at", {"messages": [user("word " * 2000)]}),
-        (400, "format", {"format": "json"}),
+        (400, "banana", {"format": {"type": "banana"}}),
         (400, "temperature", {"options": {"temperature": "hot"}}),
     ]
     for status, said, more in wanted:
