@@ -28,8 +28,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "store")]
 from bench_common import Figure, Options, run, say  # noqa: E402
 
 SOURCES = ("ngram",)
-REPEATS = {True: 3, False: 5}
-TOKENS = {True: 96, False: 224}
+REPEATS = {True: 2, False: 3}
+TOKENS = {True: 96, False: 160}
 # What the model has to do, and the goal for the median speed-up of a source.
 GOALS = {("quoting", "ngram"): 2.0}
 NEVER_SLOWER = 0.97
@@ -57,7 +57,7 @@ def prompts(quick: bool) -> dict[str, list[str]]:
             "Write a Python class for a stack with push, pop, peek and is_empty, with docstrings.",
         ],
     }
-    return {kind: texts[: 1 if quick else None] for kind, texts in kinds.items()}
+    return {kind: texts[: 2 if quick else None] for kind, texts in kinds.items()}
 
 
 _STORY = """\
