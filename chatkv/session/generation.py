@@ -159,8 +159,9 @@ class Generation:
         planned = restorer.plan(
             self.sequence, ids, num_computed, self.options.restore, self.options.exact
         )
-        restored = restorer.restore(self.sequence, planned, None, self.listener.cancelled)
-        arriving = restored.arriving
+        arriving = restorer.restore(
+            self.sequence, planned, cancelled=self.listener.cancelled
+        ).arriving
         try:
             return self.model.engine.prefill(
                 self.sequence,

@@ -213,7 +213,7 @@ def test_an_error_reaches_every_turn_of_its_step_and_no_other(
     monkeypatch.setattr(
         engine.decoder,
         "forward",
-        lambda ids, spans: 1 / 0 if poison in ids.tolist() else forward(ids, spans),
+        lambda ids, spans, **_: 1 / 0 if poison in ids.tolist() else forward(ids, spans),
     )
     goes_on, running = threading.Event(), threading.Event()
 
