@@ -63,7 +63,7 @@ def streamed(url: str, path: str, text: str, **more: Any) -> Any:
 def test_a_client_that_leaves_ends_its_answer(slow_url: str, path: str) -> None:
     connection, response = streamed(slow_url, path, f"Go on, {path}.")
     assert response.status == 200
-    response.read(600)
+    response.read(3000)  # some dialects say much before the first word
     assert status()["answering"] or num_in_use()
     response.close()
     connection.close()
