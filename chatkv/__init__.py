@@ -20,3 +20,6 @@ os.environ.setdefault("KMP_BLOCKTIME", "0")
 # Read by oneDNN. It keeps 1024 compiled matrix products, one for each number of rows that it meets,
 # and prompts have any: mixed traffic grew a process by hundreds of megabytes. A step needs five.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+# Read by torch. It keeps the descriptions of as many products of each kind in a cache of its own,
+# a quarter of a megabyte each; attention to a prompt's pieces has another shape with every length.
+os.environ.setdefault("LRU_CACHE_CAPACITY", "128")

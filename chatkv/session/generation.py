@@ -61,12 +61,15 @@ class Generation:
 
     def __post_init__(self) -> None:
         show, room = self.reply.on_text, self.model.engine.memory.room
+        restorer, sequence = self.model.restorer, self.sequence
 
+        # Neither refers to the turn, which has the reply: logits would stay in that circle, step
+        # after step of them, until Python looks for such.
         def save() -> None:
-            self.model.restorer.save(self.sequence, tail=True)
+            restorer.save(sequence, tail=True)
 
         def show_away(text: str) -> None:
-            with room.away(self.sequence, save):
+            with room.away(sequence, save):
                 show(text)
 
         self.reply.on_text = show_away

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,6 +69,23 @@ def test_what_is_shown_is_what_is_kept(model: str) -> None:
         assert "".join(shown) == result.text == chat.conversation.turns[0].reply_text
         assert result.tokens.generated == len(chat.conversation.turns[0].reply_ids) == 20
         assert result.finish_reason == "length"
+
+
+def test_logits_go_with_their_turn(model: str) -> None:
+    """And are not left to the garbage collector, which takes a hundred megabytes for little."""
+    with opened(model) as chat:
+        say(chat, "hello")
+        gc.collect()
+        gc.disable()
+        try:
+            logits = [
+                weakref.ref(say(chat, text, Listener(on_text=str)).last_logits)
+                for text in ("a", "b")
+            ]
+            say(chat, "c")  # until then the engine's thread has those of its last step
+            assert [ref() for ref in logits] == [None, None]
+        finally:
+            gc.enable()
 
 
 def test_a_stop_string_ends_text_and_log(model: str) -> None:
