@@ -1,4 +1,4 @@
-"""What a process keeps of the shapes that it has computed is bounded."""
+"""What a process keeps of what it has computed does not grow with it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-_PROGRAM = """
+_SHAPES = """
 import chatkv, ctypes, torch
 
 class Counts(ctypes.Structure):  # struct mallinfo2
@@ -24,14 +24,41 @@ for length in range(100, 500):
     torch.bmm(query, keys[..., :length])
 """
 
+_THREADS = """
+import ctypes, os, threading
+from chatkv.process import prepare_to_compute
 
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc counts what is allocated")
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+prepare_to_compute()
+libc, found, all_here = ctypes.CDLL(None), set(), threading.Barrier(12)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+
+def allocate():
+    all_here.wait()
+    found.add(libc.malloc(100_000) >> 26)  # an arena's memory is aligned to 64 MiB
+    all_here.wait()
+
+threads = [threading.Thread(target=allocate) for _ in range(12)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(len(found))
+"""
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="about glibc's malloc")
+
+
 def test_products_of_many_shapes_take_no_more_than_those_of_some() -> None:
     """Attention to a prompt's pieces has another shape with every length of its history."""
     # Not what the tests themselves were started with: what chatkv sets.
     names = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
     env = {name: value for name, value in os.environ.items() if name not in names}
-    command = [sys.executable, "-c", _PROGRAM]
+    command = [sys.executable, "-c", _SHAPES]
     found = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     some, many = (int(line) for line in found.stdout.split())
     assert many - some < 16 << 20  # 50 MiB, were all of them kept
+
+
+def test_many_threads_free_into_few_arenas() -> None:
+    command = [sys.executable, "-c", _THREADS]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(found.stdout) <= 3  # two, one of which may reach over a border; else twelve
