@@ -72,10 +72,13 @@ class Engine:
         self.memory.on_leave = self.scheduler.leave
 
     def close(self) -> None:
-        """End the thread that computes."""
+        """End the thread that computes. Weights and KV are freed with the last reference to this,
+        not when Python looks for cycles, which it may not do for gigabytes."""
         if self.drafts is not None:
             self.drafts.close()
         self.scheduler.close()
+        self.scheduler.forward = _ended
+        self.memory.close()
 
     def draft_with(self, engine: Engine) -> None:
         """Let a smaller model, of the same tokens, draft for this one."""
@@ -234,3 +237,7 @@ class Engine:
     def _forward(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
         """One pass of the model over the new tokens of several sequences."""
         return self.runner.forward(pieces)
+
+
+def _ended(pieces: Sequence[Piece]) -> Sequence[Tensor]:
+    raise AssertionError("the engine is closed")

@@ -21,7 +21,7 @@ class Memory:
     """The sequences of one pool. max_idle_tokens: the KV that may stay without being in use."""
 
     def __init__(self, pool: Pool, max_idle_tokens: int) -> None:
-        self.on_leave: Callable[[TokenSequence], None] = lambda sequence: None
+        self.on_leave: Callable[[TokenSequence], None] = _ignore
         self.pool, self.max_idle_tokens = pool, max_idle_tokens
         # The pool's own: it asks for room while it holds that, and we ask it while we hold ours.
         self._lock = pool.lock
@@ -30,6 +30,11 @@ class Memory:
         self.room = Room(self._lock)  # of those in use
         self._asking: TokenSequence | None = None  # for whom room is being made
         pool.reclaim = self._reclaim_for_asking
+
+    def close(self) -> None:
+        """Nobody asks for room any more, and nobody is heard of."""
+        self.pool.reclaim = _nothing
+        self.on_leave = _ignore
 
     def sequence(self, name: str, is_shareable: bool = True, realm: str = "") -> TokenSequence:
         """The sequence called `name` (a session), with what KV of it is still here."""
@@ -185,3 +190,10 @@ class Memory:
             self.drop(sequence)
         else:
             self._named[sequence.name] = self._named.pop(sequence.name)
+
+
+def _nothing() -> bool:
+    return False
+
+
+def _ignore(sequence: TokenSequence) -> None: ...
