@@ -8,7 +8,6 @@ from pathlib import Path
 
 from chatkv.client import TurnText
 from chatkv.errors import UsageError
-from chatkv.formats import markdown
 
 
 def save(title: str, turns: Sequence[TurnText], file: str) -> Path:
@@ -21,6 +20,8 @@ def save(title: str, turns: Sequence[TurnText], file: str) -> Path:
     path = Path(file).expanduser() if file else free_name(Path.cwd(), file_name(title))
     if path.exists():
         raise UsageError(f"{path} exists: give another name")
+    from chatkv.formats import markdown
+
     path.write_text(markdown.write(title, _messages(turns)), encoding="utf-8", newline="")
     return path
 

@@ -50,6 +50,7 @@ def test_flags_above_the_environment_above_the_file(
     monkeypatch.setenv("CHATKV_TEMPERATURE", "0.2")
     monkeypatch.setenv("CHATKV_MIN_P", "0.1")
     monkeypatch.setenv("CHATKV_TOP_K", "")  # says nothing
+    monkeypatch.setenv("COLUMNS", "1000")  # however long the path is
     found = _shown(program, "--min-p", "0.3")
     assert found["top-k"] == (0, "default", "")
     assert found["top-p"] == (0.5, "file", f"{path}, line 1")
