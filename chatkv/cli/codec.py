@@ -15,6 +15,14 @@ from chatkv.errors import UsageError
 from chatkv.paths import folders
 
 
+text_option = click.option(
+    "--text",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="A text like those you talk about [default: Python's own help pages].",
+)
+
+
 @click.group()
 def codec() -> None:
     """Measure what KV codecs save, and what they cost."""
@@ -23,12 +31,7 @@ def codec() -> None:
 @codec.command()
 @setting_option("model", "-m")
 @setting_option("dtype")
-@click.option(
-    "--text",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="A text like those you talk about [default: Python's own help pages].",
-)
+@text_option
 @click.option(
     "--tokens",
     type=click.IntRange(min=128),

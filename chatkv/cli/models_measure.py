@@ -8,7 +8,7 @@ from typing import Any, Literal
 import click
 
 from chatkv.cli.answer import Status
-from chatkv.cli.codec import read_text
+from chatkv.cli.codec import read_text, text_option
 from chatkv.cli.complete import complete_known_model
 from chatkv.cli.models import find_known, known_models
 from chatkv.cli.options import setting_option
@@ -22,12 +22,7 @@ KINDS: tuple[Literal["int8", "fp8", "int4"], ...] = ("int8", "fp8", "int4")
 @click.command()
 @click.argument("model", metavar="MODEL", required=False, shell_complete=complete_known_model)
 @setting_option("dtype")
-@click.option(
-    "--text",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="A text like those you talk about [default: Python's own help pages].",
-)
+@text_option
 @click.option(
     "--tokens",
     type=click.IntRange(min=2),
