@@ -14,7 +14,6 @@ from chatkv.cli.table import Column
 from chatkv.errors import UsageError
 from chatkv.paths import folders
 
-
 text_option = click.option(
     "--text",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
