@@ -41,9 +41,9 @@ SHAPES = (
 )
 
 
-def per_shape(name: str, example: Callable[[Shape], object]) -> list[Spec]:
+def per_shape(name: str, example: Callable[[Shape], object], max_stack: int = 0) -> list[Spec]:
     """One spec per model: `example` launches what that model does."""
-    return [Spec(f"{name} {shape.name}", partial(example, shape)) for shape in SHAPES]
+    return [Spec(f"{name} {shape.name}", partial(example, shape), max_stack) for shape in SHAPES]
 
 
 def meta(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
