@@ -178,6 +178,6 @@ def _example(shape: Shape) -> None:
         _launch_unpack(payloads, offsets, pool, table, turn, grid)
 
 
-# Triton 3.7's assembler holds packing to 80 registers on sm_90 and keeps one pair on the stack; that
-# of 3.9 takes 94 and none.
+# Triton 3.7 holds packing to 80 registers on sm_90 and keeps one pair on the stack; 3.9 takes 94
+# and none.
 SPECS = per_shape("quantised int8, fp8, int4", _example, max_stack=8)
