@@ -208,8 +208,8 @@ def draw(path: Path) -> None:
     axes.set_ylim(len(rows) - 0.5, -0.5)  # the first row on top
     axes.set_xlim(-0.52, len(lengths) - 0.48)
     picture.suptitle(
-        "Until the first token: the plan that was chosen, and how many times\nfaster that is than "
-        "computing the history again",
+        "Until the first token: the plan that was chosen,\nand how many times faster it is than "
+        "computing again",
         fontsize=11,
     )
     picture.legend(
