@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from datetime import datetime
-from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +19,7 @@ from chatkv.engine.device import Device, choose_device
 from chatkv.engine.draft_model import draft_engine
 from chatkv.engine.engine import Engine
 from chatkv.engine.ledger import Ledger
+from chatkv.engine.needs import keeps_dense
 from chatkv.engine.on_device import engine_on
 from chatkv.engine.pool import BLOCK_TOKENS, BlockPool
 from chatkv.errors import ChatkvError, ModelError, UsageError
@@ -28,10 +28,9 @@ from chatkv.model.decoder import Decoder
 from chatkv.model.dtype import choose_dtype
 from chatkv.model.few_rows import MeasuredRows
 from chatkv.model.prepared import Dtype, prepare
-from chatkv.model.quantise import is_quantised
 from chatkv.model.template import ChatTemplate
 from chatkv.model.tokenizer import Tokenizer
-from chatkv.model.weights import TORCH_DTYPES, expected_shapes, load_weights
+from chatkv.model.weights import TORCH_DTYPES, load_weights
 from chatkv.paths import Folders
 from chatkv.process import available_bytes, prepare_to_compute
 from chatkv.restore.calibration import Calibration
@@ -57,8 +56,6 @@ Progress = Callable[[str, int, int], None]
 POOL_SHARE_OF_MEMORY = 0.25
 # More would hardly be used at once by one person, and memory that was used is not given back.
 POOL_CONVERSATIONS = 8
-# Quantised weights lie in memory dense as well, for prefill, where that takes no more than this.
-DENSE_SHARE_OF_MEMORY = 0.125
 
 
 class Runtime:
@@ -309,12 +306,13 @@ class Runtime:
     def _engine_on(self, device: torch.device, on_progress: Progress | None) -> Engine:
         config, weights = self.prepared.config, load_weights(self.prepared)
         if device.type == "cpu":
+            dtype = TORCH_DTYPES[self.prepared.dtype]
             decoder = Decoder(
                 config,
                 weights,
                 max_position=self._max_tokens(),
-                keeps_dense=self._keeps_dense(),
-                few_rows=MeasuredRows(self.folders.cache, TORCH_DTYPES[self.prepared.dtype]),
+                keeps_dense=keeps_dense(config, dtype.itemsize, available_bytes()),
+                few_rows=MeasuredRows(self.folders.cache, dtype),
             )
             num_blocks = -(-self._memory_tokens() // BLOCK_TOKENS)
             return Engine(decoder, BlockPool(config, num_blocks, decoder.dtype, device))
@@ -331,13 +329,6 @@ class Runtime:
             device, config, weights, free_bytes, most_tokens, DEVICE_BYTES, progress
         )
         return engine
-
-    def _keeps_dense(self) -> bool:
-        """Whether there is room for quantised projections as prefill wants them."""
-        shapes = expected_shapes(self.prepared.config)
-        numbers = sum(prod(shape) for name, shape in shapes.items() if is_quantised(name))
-        itemsize = TORCH_DTYPES[self.prepared.dtype].itemsize
-        return numbers * itemsize <= DENSE_SHARE_OF_MEMORY * available_bytes()
 
     def _max_tokens(self) -> int:
         """The model's context, or what memory holds of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,12 +55,29 @@ def measure(
     predicted, KL how far predictions move (nats), TOP-1 how often the likeliest token stays the
     same. `chatkv cache du` shows the result too.
     """
+    values = measured(lambda status: _measure(read_text(text), model, dtype, tokens, status))
+    columns = [
+        Column("CODEC", lambda row: row["codec"], colour="cyan"),
+        Column("RATIO", lambda row: f"{row['ratio']:.2f}x", is_number=True),
+    ]
+    tell_quality(output, values, "codecs", columns)
+
+
+def measured(measure: Callable[[Status], dict[str, Any]]) -> dict[str, Any]:
+    """What `measure` finds, its progress shown meanwhile."""
     status = Status()
     status.show("starting")
     try:
-        values = _measure(read_text(text), model, dtype, tokens, status)
+        return measure(status)
     finally:
         status.clear()
+
+
+def tell_quality(
+    output: Output, values: dict[str, Any], name: str, columns: Sequence[Column]
+) -> None:
+    """Show values[name], one row for each thing that was measured on a text: `columns`, and how far
+    predictions moved."""
     if not output.is_human:
         output.record(values)
         return
@@ -67,10 +85,9 @@ def measure(
 
     output.line(f"{values['model']}, {values['dtype']}, {values['tokens']} tokens", bold=True)
     output.table(
-        values["codecs"],
+        values[name],
         [
-            Column("CODEC", lambda row: row["codec"], colour="cyan"),
-            Column("RATIO", lambda row: f"{row['ratio']:.2f}x", is_number=True),
+            *columns,
             Column("PERPLEXITY", lambda row: percent(row["perplexity_change"]), is_number=True),
             Column("KL", lambda row: f"{row['kl']:.2g}", is_number=True),
             Column("TOP-1", lambda row: f"{100 * row['top1_agreement']:.1f}%", is_number=True),

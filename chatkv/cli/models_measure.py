@@ -8,7 +8,7 @@ from typing import Any, Literal
 import click
 
 from chatkv.cli.answer import Status
-from chatkv.cli.codec import read_text, text_option
+from chatkv.cli.codec import measured, read_text, tell_quality, text_option
 from chatkv.cli.complete import complete_known_model
 from chatkv.cli.models import find_known, known_models
 from chatkv.cli.options import setting_option
@@ -39,27 +39,9 @@ def measure(output: Output, model: str | None, dtype: str, text: Path | None, to
     how often the likeliest token stays the same. The int4 of a GGUF that has four bits itself are
     its own. Without MODEL, the embedded one.
     """
-    status = Status()
-    status.show("starting")
-    try:
-        values = _measure(read_text(text), model, dtype, tokens, status)
-    finally:
-        status.clear()
-    if not output.is_human:
-        output.record(values)
-        return
-    from chatkv.session.codec_record import percent
-
-    output.line(f"{values['model']}, {values['dtype']}, {values['tokens']} tokens", bold=True)
-    output.table(
-        values["weights"],
-        [
-            Column("WEIGHTS", lambda row: row["weights"], colour="cyan"),
-            Column("PERPLEXITY", lambda row: percent(row["perplexity_change"]), is_number=True),
-            Column("KL", lambda row: f"{row['kl']:.2g}", is_number=True),
-            Column("TOP-1", lambda row: f"{100 * row['top1_agreement']:.1f}%", is_number=True),
-        ],
-    )
+    values = measured(lambda status: _measure(read_text(text), model, dtype, tokens, status))
+    columns = [Column("WEIGHTS", lambda row: row["weights"], colour="cyan")]
+    tell_quality(output, values, "weights", columns)
 
 
 def _measure(text: str, model: str | None, dtype: Any, tokens: int, status: Status) -> Any:

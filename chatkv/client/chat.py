@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from chatkv.client.link import Link
     from chatkv.session.turn import Listener, TurnOptions, TurnResult
     from chatkv_store.blocks import BlockStore
+    from chatkv_store.records import Turn
 
 Progress = Callable[[str, int, int], None]
 # off: compute here; running: in the engine where one runs, else here; start: in the engine.
@@ -37,6 +38,19 @@ class TurnText:
     state: str
     finish_reason: str | None
     stats: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, turn: Turn) -> TurnText:
+        """What is stored of it, without ids."""
+        return cls(
+            turn.index,
+            turn.system_text,
+            turn.user_text,
+            turn.reply_text,
+            turn.state,
+            turn.finish_reason,
+            turn.stats,
+        )
 
 
 class Chat(Protocol):
@@ -186,18 +200,7 @@ class LocalChat:
 
     @property
     def turns(self) -> list[TurnText]:
-        return [
-            TurnText(
-                turn.index,
-                turn.system_text,
-                turn.user_text,
-                turn.reply_text,
-                turn.state,
-                turn.finish_reason,
-                turn.stats,
-            )
-            for turn in self._conversation.turns
-        ]
+        return [TurnText.of(turn) for turn in self._conversation.turns]
 
     def send(
         self, text: str, options: TurnOptions, listener: Listener, system: str | None = None

@@ -64,18 +64,7 @@ class Library:
 
     def turns(self, session: str) -> list[TurnText]:
         """What was said."""
-        return [
-            TurnText(
-                turn.index,
-                turn.system_text,
-                turn.user_text,
-                turn.reply_text,
-                turn.state,
-                turn.finish_reason,
-                turn.stats,
-            )
-            for turn in self._store.chain(session)
-        ]
+        return [TurnText.of(turn) for turn in self._store.chain(session)]
 
     def preview(self, session: str) -> str:
         """The end of a conversation, as text."""

@@ -5,7 +5,8 @@ Pure arithmetic over shapes: nothing is loaded. On a GPU the ledger's rules hold
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 from chatkv.engine.budget import CHUNK_TOKENS
 from chatkv.engine.ledger import SPARE_SHARE, activation_bytes, block_bytes, ledger, weight_bytes
@@ -15,10 +16,14 @@ from chatkv.model.quantise import GROUP, is_quantised
 from chatkv.model.weights import expected_shapes
 from chatkv_kernels.linear_quantised import RUN, RUN_WORDS
 
+# Quantised weights lie in main memory dense as well where that takes no more of what is free.
+DENSE_SHARE = 0.125
+
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes. `work` is what a step computes with; `room` is what KV may take here beside the rest,
+    """Bytes. `dense` is what quantised projections take once more, for prefill (`keeps_dense`);
+    `work` is what a step computes with; `room` is what KV may take here beside the rest,
     and `num_sessions` how many conversations of the length that holds."""
 
     weights: int
@@ -26,10 +31,11 @@ class Needs:
     kv: int
     room: int
     num_sessions: int
+    dense: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.work + self.kv
+        return self.weights + self.dense + self.work + self.kv
 
     @property
     def fits(self) -> bool:
@@ -52,20 +58,33 @@ def needs_on_cpu(
 ) -> Needs:
     """In main memory, of whose free_bytes KV may take `share`; itemsize: bytes per number of
     weights and KV."""
-    weights = weight_bytes(config, itemsize) - _saved_bytes(config, itemsize, asked.weights)
+    saved = _saved_bytes(config, itemsize, asked.weights)
+    weights = weight_bytes(config, itemsize) - saved
     work = activation_bytes(config, itemsize, CHUNK_TOKENS, 1)
-    return _needs(config, itemsize, asked, weights, work, int(free_bytes * share))
+    needs = _needs(config, itemsize, asked, weights, work, int(free_bytes * share))
+    if not saved or not keeps_dense(config, itemsize, free_bytes):
+        return needs
+    return replace(needs, dense=projection_bytes(config, itemsize))
+
+
+def projection_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Of the weights that can be quantised, while they are not."""
+    shapes = expected_shapes(config)
+    return itemsize * sum(prod(shape) for name, shape in shapes.items() if is_quantised(name))
+
+
+def keeps_dense(config: ModelConfig, itemsize: int, free_bytes: int) -> bool:
+    """Whether quantised projections lie in main memory dense as well, as prefill wants them."""
+    return projection_bytes(config, itemsize) <= DENSE_SHARE * free_bytes
 
 
 def needs_on_gpu(
     config: ModelConfig, itemsize: int, asked: Asked, free_bytes: int, staging: int
 ) -> Needs:
     """On a GPU with so much free memory; staging: bytes of slabs."""
-    held = ledger(config, itemsize, 0, staging)
-    weights = held.weights - _saved_bytes(config, itemsize, asked.weights)
-    work = held.fixed - held.weights
-    room = max(0, int(free_bytes * (1 - SPARE_SHARE)) - weights - work)
-    return _needs(config, itemsize, asked, weights, work, room)
+    held = ledger(config, itemsize, 0, staging, _saved_bytes(config, itemsize, asked.weights))
+    room = max(0, int(free_bytes * (1 - SPARE_SHARE)) - held.fixed)
+    return _needs(config, itemsize, asked, held.weights, held.fixed - held.weights, room)
 
 
 def _needs(

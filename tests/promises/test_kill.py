@@ -117,5 +117,5 @@ def test_kill_at_ten_instants_tiny(home: Path, tiny_checkpoint: Callable[..., Pa
 
 
 @pytest.mark.slow
-def test_kill_at_twenty_instants_smollm2(home: Path, smollm2_gguf: Path) -> None:
-    kill_rounds(home, str(smollm2_gguf), count=20, max_tokens=100)
+def test_kill_at_fifty_instants_smollm2(home: Path, smollm2_gguf: Path) -> None:
+    kill_rounds(home, str(smollm2_gguf), count=50, max_tokens=100)

@@ -119,7 +119,7 @@ def test_every_side_of_a_block_border_tiny(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "length", [border + side for border in (64, 128) for side in (-1, 0, 1, 2)]
+    "length", [border + side for border in (64, 128, 192, 256) for side in (-1, 0, 1, 2)]
 )
 def test_every_side_of_a_block_border_smollm2(
     length: int, fresh_home: Callable[[str], None], smollm2_gguf: Path, native_dtype: str

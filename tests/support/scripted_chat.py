@@ -101,18 +101,7 @@ class ScriptedChat:
 
     @property
     def turns(self) -> list[TurnText]:
-        return [
-            TurnText(
-                turn.index,
-                turn.system_text,
-                turn.user_text,
-                turn.reply_text,
-                turn.state,
-                turn.finish_reason,
-                turn.stats,
-            )
-            for turn in self._store.chain(self.session)
-        ]
+        return [TurnText.of(turn) for turn in self._store.chain(self.session)]
 
     def send(
         self, text: str, options: TurnOptions, listener: Listener, system: str | None = None
