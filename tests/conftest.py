@@ -47,6 +47,8 @@ USER_VARIABLES = (
     "XDG_RUNTIME_DIR",
     "NO_COLOR",
     "FORCE_COLOR",
+    "COLUMNS",
+    "LINES",
 )
 
 

@@ -18,7 +18,7 @@ from chatkv.client.link import EngineGone, Link
 from chatkv.engine.engine import Engine
 from chatkv.engine.pool import BlockPool
 from chatkv.engine.sequence import TokenSequence
-from chatkv.errors import ChatkvError, ContextFull
+from chatkv.errors import ChatkvError, ContextFull, UsageError
 from chatkv.model.catalog import find_model
 from chatkv.model.decoder import Decoder
 from chatkv.model.prepared import prepare
@@ -108,7 +108,11 @@ class Face(threading.Thread):
 
     def go_on(self, chat: Any) -> None:
         if chat.turns and chat.turns[-1].finish_reason != "stop":
-            chat.resume_reply(greedy(self._rng.randint(2, 12)), Listener())
+            try:
+                chat.resume_reply(greedy(self._rng.randint(2, 12)), Listener())
+            except UsageError:  # its engine was killed, and another face went on with it first
+                if chat.turns and chat.turns[-1].finish_reason != "stop":
+                    raise
 
     def rewind(self, chat: Any) -> None:
         chat.rewind(self._rng.randint(0, len(chat.turns)))
