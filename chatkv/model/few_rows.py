@@ -35,7 +35,11 @@ class MeasuredRows:
             num_out, num_in, kind = weight.codes.shape[1], weight.num_inputs, "int4"
         else:
             (num_out, num_in), kind = weight.codes.shape, "int8"
+            if weight.group_size:
+                kind = f"int8 in groups of {weight.group_size}"
         dtype = str(self._dtype).removeprefix("torch.")
+        if self._dtype != torch.bfloat16:
+            dtype += " through bfloat16"  # as `cpu_product` does it
         key = f"{self._machine}/{dtype}/{kind}/{num_out}x{num_in}"
         known = self._known.get(key)
         if not isinstance(known, int):

@@ -4,10 +4,12 @@ What weights become, [out_features, in_features] at first:
 
     int8    codes int8 [out, in], scales float32 [out]             weight = scale * code
     fp8     codes float8_e4m3fn [out, in], scales float32 [out]    weight = scale * code
+            both also with scales of groups, [ceil(in / group), out] of any float dtype
     int4    codes int16 [ceil(in / 128), out, 32], scales float16 [ceil(in / group), out], and
             zeros uint8 of the size of scales, or none             weight = scale * (code - zero)
 
-A group is 32, 64 or 128 neighbouring inputs of one output; zero is 8 where there are no zeros. A
+A group is 32, 64 or 128 neighbouring inputs of one output, of 8-bit codes also 16; zero is 8 where
+there are no zeros. Scales and zeros may be of any float dtype where they come from elsewhere. A
 run of 128 inputs takes 32 words of 16 bits: bits 4 j to 4 j + 3 of word i, from the lowest, hold
 the code of input 32 j + i of the run, and anything behind the last input. So one mask and shift
 finds the codes of neighbouring inputs in neighbouring words, as matrix units want them, and all
@@ -28,14 +30,16 @@ from chatkv_kernels.linear import finish, wide
 RUN = 128  # inputs
 RUN_WORDS = 32
 GROUP_SIZES = (32, 64, 128)
+GROUP_SIZES_8 = (16, *GROUP_SIZES)
 E4M3_MAX = 448.0
 
 
 class Weight8(NamedTuple):
-    """`int8` or `fp8`."""
+    """`int8` or `fp8`; group_size is 0 where an output has one scale."""
 
     codes: Tensor
     scales: Tensor
+    group_size: int = 0
 
 
 class Weight4(NamedTuple):
@@ -123,8 +127,12 @@ def pack_int4(codes: Tensor) -> Tensor:
 
 def dequantise_weight_8(weight: Weight8, dtype: torch.dtype) -> Tensor:
     """[out, in] of `dtype`."""
-    numbers = weight.codes.to(torch.promote_types(dtype, torch.float32))
-    numbers *= weight.scales[:, None]
+    codes, scales, group_size = weight
+    numbers = codes.to(torch.promote_types(dtype, torch.float32))
+    if group_size:
+        numbers *= scales.T.repeat_interleave(group_size, 1)[:, : codes.shape[1]]
+    else:
+        numbers *= scales[:, None]
     return numbers.to(dtype)
 
 

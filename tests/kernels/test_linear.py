@@ -15,6 +15,7 @@ from chatkv_kernels.gpu.linear import Tiles
 from chatkv_kernels.gpu.target import A100, H200, assume
 from chatkv_kernels.linear import linear
 from chatkv_kernels.linear_quantised import (
+    Weight8,
     dequantise_weight_8,
     dequantise_weight_int4,
     linear_fp8,
@@ -79,6 +80,7 @@ def test_linear(
     num_inputs=st.sampled_from([72, 576]),
     dtype=DTYPE,
     is_float=st.booleans(),
+    group_size=st.sampled_from([0, 16, 32, 128]),
     target=st.sampled_from([A100, H200]),
     with_bias=st.booleans(),
     seed=SEED,
@@ -90,6 +92,7 @@ def test_linear_int8_and_fp8(
     num_inputs: int,
     dtype: torch.dtype,
     is_float: bool,
+    group_size: int,
     target: Any,
     with_bias: bool,
     seed: int,
@@ -98,6 +101,9 @@ def test_linear_int8_and_fp8(
     x = normal(device, rows, num_inputs, dtype=dtype_on(device, dtype))
     quantise = quantise_weight_fp8 if is_float else quantise_weight_int8
     weight = quantise(normal(device, num_outputs, num_inputs))
+    if group_size:
+        scales = normal(device, -(-num_inputs // group_size), num_outputs, dtype=torch.float16)
+        weight = Weight8(weight.codes, scales / 100, group_size)
     with assume(target):
         function = linear_fp8 if is_float else linear_int8
         check(function, x, weight, with_bias, not with_bias, num_outputs)

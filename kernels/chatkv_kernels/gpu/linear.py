@@ -133,7 +133,7 @@ def store(sums, output, out, scales, bias, residual, rows, num_outputs, ROWS: tl
 
 
 @triton.jit
-def _from_e4m3(codes, like, NATIVE: tl.constexpr):
+def from_e4m3(codes, like, NATIVE: tl.constexpr):
     """The numbers of codes in the dtype of `like`; without hardware for it, 256 times too small."""
     if NATIVE:
         return codes.to(tl.float8e4nv, bitcast=True).to(like.dtype)
@@ -175,7 +175,7 @@ def multiply(
         inside = place < num_inputs
         codes = tl.load(of_output + place[None, :], inside[None, :], 0)
         inputs = tl.load(x + row * x_stride + place[:, None], inside[:, None] & (row < rows), 0)
-        numbers = _from_e4m3(codes, inputs, NATIVE) if FLOAT else codes.to(inputs.dtype)
+        numbers = from_e4m3(codes, inputs, NATIVE) if FLOAT else codes.to(inputs.dtype)
         sums = tl.dot(numbers, inputs, sums, input_precision="ieee")
     if FLOAT and not NATIVE:
         sums *= 256.0

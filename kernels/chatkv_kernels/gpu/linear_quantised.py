@@ -8,10 +8,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chatkv_kernels.gpu.linear import Tiles, launch, multiply, store
+from chatkv_kernels.gpu.linear import Tiles, from_e4m3, launch, multiply, store
 from chatkv_kernels.gpu.spec import Shape, meta, per_shape
 from chatkv_kernels.gpu.target import target_of
-from chatkv_kernels.linear_quantised import GROUP_SIZES, RUN, RUN_WORDS, Weight4, Weight8
+from chatkv_kernels.linear_quantised import (
+    GROUP_SIZES,
+    GROUP_SIZES_8,
+    RUN,
+    RUN_WORDS,
+    Weight4,
+    Weight8,
+)
 
 TILES8 = Tiles(outputs=128, step_inputs=128, stages=3)
 TILES4 = Tiles(outputs=128, step_inputs=RUN, stages=5)
@@ -21,19 +28,28 @@ WORDS = tl.constexpr(RUN_WORDS)
 def linear_int8(
     x: Tensor, weight: Weight8, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    codes, scales = weight
-    tensors = (codes, codes.stride(0))
-    constants = {"FLOAT": False, "NATIVE": False}
-    return launch(multiply, x, len(codes), tensors, TILES8, scales, bias, residual, **constants)
+    return _linear8(x, weight, bias, residual, FLOAT=False, NATIVE=False)
 
 
 def linear_fp8(
     x: Tensor, weight: Weight8, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    codes, scales = weight
-    tensors = (codes.view(torch.uint8), codes.stride(0))
-    constants = {"FLOAT": True, "NATIVE": target_of(x.device).arch >= 89}
-    return launch(multiply, x, len(codes), tensors, TILES8, scales, bias, residual, **constants)
+    weight = weight._replace(codes=weight.codes.view(torch.uint8))
+    native = target_of(x.device).arch >= 89
+    return _linear8(x, weight, bias, residual, FLOAT=True, NATIVE=native)
+
+
+def _linear8(
+    x: Tensor, weight: Weight8, bias: Tensor | None, residual: Tensor | None, **constants: bool
+) -> Tensor:
+    codes, scales, group = weight
+    tensors = (codes, codes.stride(0))
+    if not group:
+        return launch(multiply, x, len(codes), tensors, TILES8, scales, bias, residual, **constants)
+    grouped = (*tensors, scales, len(scales))
+    return launch(
+        _grouped8, x, len(codes), grouped, TILES8, None, bias, residual, GROUP=group, **constants
+    )
 
 
 def linear_int4(
@@ -43,6 +59,53 @@ def linear_int4(
     tensors = (codes, scales, zeros, len(scales))
     constants = {"GROUP": group_size, "BFLOAT": x.dtype == torch.bfloat16}
     return launch(_linear4, x, codes.shape[1], tensors, TILES4, None, bias, residual, **constants)
+
+
+@triton.jit
+def _grouped8(
+    x,
+    x_stride,
+    codes,
+    codes_stride,
+    group_scales,
+    num_groups,
+    out,
+    scales,
+    bias,
+    residual,
+    rows,
+    num_outputs,
+    num_inputs,
+    steps,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    FLOAT: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """As `multiply`; a step is a product for each of its groups."""
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = tl.arange(0, ROWS)[None, :]
+    last = tl.minimum(output, num_outputs - 1)
+    of_output = codes + last.to(tl.int64)[:, None] * codes_stride
+    sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    first = tl.program_id(1) * steps * INPUTS
+    for start in range(first, tl.minimum(first + steps * INPUTS, num_inputs), INPUTS):
+        for part in tl.static_range(INPUTS // GROUP):
+            place = start + part * GROUP + tl.arange(0, GROUP)
+            inside = place < num_inputs
+            words = tl.load(of_output + place[None, :], inside[None, :], 0)
+            inputs = tl.load(x + row * x_stride + place[:, None], inside[:, None] & (row < rows), 0)
+            numbers = from_e4m3(words, inputs, NATIVE) if FLOAT else words.to(inputs.dtype)
+            product = tl.dot(numbers, inputs, input_precision="ieee")
+            # Behind the last input there may be no group, and x is zero.
+            group = tl.minimum(start // GROUP + part, num_groups - 1)
+            steps_of = tl.load(group_scales + group * num_outputs + last)
+            sums += product * steps_of.to(tl.float32)[:, None]
+    if FLOAT and not NATIVE:
+        sums *= 256.0
+    store(sums, output, out, scales, bias, residual, rows, num_outputs, ROWS)
 
 
 @triton.jit
@@ -112,6 +175,11 @@ def _example(shape: Shape) -> None:
     x, scales = meta(16, num_inputs), meta(num_outputs, dtype=torch.float32)
     linear_int8(x, Weight8(meta(num_outputs, num_inputs, dtype=torch.int8), scales))
     linear_fp8(x, Weight8(meta(num_outputs, num_inputs, dtype=torch.float8_e4m3fn), scales))
+    for group_size in GROUP_SIZES_8:
+        steps = meta(triton.cdiv(num_inputs, group_size), num_outputs, dtype=torch.float32)
+        for function, dtype in ((linear_int8, torch.int8), (linear_fp8, torch.float8_e4m3fn)):
+            numbers = meta(num_outputs, num_inputs, dtype=dtype)
+            function(x, Weight8(numbers, steps, group_size))
     codes = meta(triton.cdiv(num_inputs, RUN), num_outputs, RUN_WORDS, dtype=torch.int16)
     for group_size in GROUP_SIZES:
         groups = (triton.cdiv(num_inputs, group_size), num_outputs)
