@@ -31,6 +31,7 @@ from chatkv_store.errors import (
 )
 from chatkv_store.failpoints import failpoint
 from chatkv_store.gate import Gate
+from chatkv_store.page_format import PagesDamaged
 from chatkv_store.sealing import SealedTransaction, Sealer
 from chatkv_store.users import Users
 
@@ -251,7 +252,7 @@ class Environment:
                         return
                     except pages.SnapshotGone:
                         continue
-                    except pages.PagesDamaged as error:
+                    except PagesDamaged as error:
                         raise StoreDamaged(f"{file.name} is damaged: {error}") from None
 
     def _cover_whole_file(self) -> None:
@@ -404,7 +405,7 @@ def _open(path: Path, map_bytes: int, num_databases: int, read_only: bool) -> An
     with suppress(FileNotFoundError), (path / DATA_FILE).open("rb") as file:
         try:
             pages.precheck(file.fileno())
-        except pages.PagesDamaged as error:
+        except PagesDamaged as error:
             raise StoreDamaged(f"{file.name} is damaged: {error}") from None
     options: dict[str, Any] = {
         "map_size": map_bytes,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from chatkv_store import pages
 from chatkv_store.environment import DATA_FILE
 from chatkv_store.errors import StoreDamaged
+from chatkv_store.page_format import PagesDamaged, unused_part
 
 if TYPE_CHECKING:
     from chatkv_store.environment import Environment
@@ -45,7 +46,7 @@ def erase(env: Environment, databases: dict[str, dict[str, bool]]) -> Erased:
             try:
                 # The writer's lock is held: the last commit stays the last one.
                 found = pages.check(file.fileno(), txn.id() - 1, env.page_bytes, flags)
-            except pages.PagesDamaged as error:
+            except PagesDamaged as error:
                 raise StoreDamaged(f"{file.name} is damaged: {error}") from None
             erased = _erase(file.fileno(), found, env.readers(), txn.id() - 1)
             os.fsync(file.fileno())
@@ -72,7 +73,7 @@ def _erase(file: int, found: pages.Pages, readers: str, last_commit: int) -> Era
             length = min(_PIECE_BYTES, (first + count) * size - start)
             erased += _zero(file, start, length)
     for number in found.tree:
-        low, high = pages.unused_part(os.pread(file, size, number * size))
+        low, high = unused_part(os.pread(file, size, number * size))
         erased += _zero(file, number * size + low, high - low)
     return Erased(erased, kept)
 
