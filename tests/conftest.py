@@ -1,20 +1,26 @@
 """What every test stands on: folders of its own, no network, and the models to try.
 
-Fixtures: `home` (an empty CHATKV_HOME), `smollm2_gguf` (the real chat model that users get) and
-`tiny_checkpoint` (random checkpoints of every architecture, made once per run).
+Fixtures: `home` (an empty CHATKV_HOME), `program` (a command in this process), `smollm2_gguf` (the
+real chat model that users get), `tiny_checkpoint` (random checkpoints of every architecture, made
+once per run), `model` and `slow_model` (two of them).
 """
 
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from program import Ran
 
 # The same examples on every run, and no failure that depends on a busy machine.
 hypothesis.settings.register_profile("chatkv", derandomize=True, deadline=None)
@@ -127,3 +133,35 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
         return made[key]
 
     return checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint: Callable[..., Path]) -> str:
+    """A tiny model, as --model takes it."""
+    return str(tiny_checkpoint("llama3"))
+
+
+@pytest.fixture(scope="module")
+def slow_model(tiny_checkpoint: Callable[..., Path]) -> str:
+    """One whose answers take long enough to be met in the middle."""
+    return str(tiny_checkpoint("llama3", num_hidden_layers=24, max_position_embeddings=4096))
+
+
+@pytest.fixture
+def program(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Ran]:
+    """`program("sessions", "ls")` runs that in this process; stdin is no terminal."""
+    from chatkv.cli.main import run
+    from program import Ran
+
+    def call(*arguments: str, stdin: str = "") -> Ran:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        capsys.readouterr()
+        try:
+            code = run(arguments)
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Ran(code, *capsys.readouterr())
+
+    return call

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -11,6 +10,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from chatkv.cli.main import cli
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
@@ -86,16 +88,8 @@ def test_every_part_is_on_the_map() -> None:
 @cache
 def _help(verbs: tuple[str, ...]) -> str | None:
     """The help of `chatkv VERBS`, None if there is no such command."""
-    done = subprocess.run(
-        [sys.executable, "-c", "from chatkv.cli.main import main; main()", *verbs, "--help"],
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=60,
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([".", "kernels", "store"])},
-    )
-    return done.stdout if done.returncode == 0 else None
+    done = CliRunner().invoke(cli, [*verbs, "--help"])
+    return done.stdout if done.exit_code == 0 else None
 
 
 GROUPS = {

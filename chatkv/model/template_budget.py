@@ -22,6 +22,7 @@ MAX_TEXT_CHARS = 10_000_000  # one string
 MAX_TOTAL_CHARS = 100_000_000  # all strings made on the way together
 MAX_NUMBER = 100_000  # as a width, a count or the like
 
+_STEPS_A_LOOK = 64  # looking at the clock takes as long as the step itself
 _ITEM_CHARS = 8  # what a list's item costs: a pointer's bytes
 _LARGE_WIDTH = re.compile(r"\d{5}|%[^a-zA-Z%]*\*")
 
@@ -37,12 +38,15 @@ class Budget:
         self._steps = MAX_STEPS
         self._chars = MAX_TOTAL_CHARS
         self._deadline = time.thread_time() + MAX_CPU_SECONDS
+        self._look_at = self._steps  # with fewer steps left, the clock is looked at
 
     def step(self, count: int = 1) -> None:
         """Pay for so many rounds of a loop, calls or operations."""
         self._steps -= count
-        if self._steps < 0 or time.thread_time() > self._deadline:
-            raise TooMuch("it takes too long")
+        if self._steps < self._look_at:
+            self._look_at = max(0, self._steps - _STEPS_A_LOOK)
+            if self._steps < 0 or time.thread_time() > self._deadline:
+                raise TooMuch("it takes too long")
 
     def text(self, chars: int, times: int = 1) -> None:
         """Pay for a string of that length, made so many times."""
@@ -69,12 +73,15 @@ class Budget:
         compare two such heaps takes for ever.
         """
         self.step()
-        self.made(value)
-        if isinstance(value, dict):
+        if isinstance(value, str):
+            self.text(len(value))
+        elif isinstance(value, dict):
+            self.items(len(value))
             for key, child in value.items():
                 self.nested(key)
                 self.nested(child)
         elif isinstance(value, (list, tuple)):
+            self.items(len(value))
             for child in value:
                 self.nested(child)
         return value

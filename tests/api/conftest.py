@@ -16,11 +16,6 @@ CLIENT_VARIABLES = ("OPENAI_", "ANTHROPIC_", "OLLAMA_", "HTTP_PROXY", "HTTPS_PRO
 
 
 @pytest.fixture(scope="module")
-def model(tiny_checkpoint: Callable[..., Path]) -> str:
-    return str(tiny_checkpoint("llama3"))
-
-
-@pytest.fixture(scope="module")
 def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A home for all tests of a file, and no settings of a client."""
     import os

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from served import ask, user
+
+if TYPE_CHECKING:  # it takes seconds to import, which only who runs these tests has to wait for
+    import anthropic
 
 LONG = "the history is not read again and the session holds many blocks " * 3
 
 
 @pytest.fixture(scope="module")
 def client(url: str) -> anthropic.Anthropic:
+    import anthropic
+
     return anthropic.Anthropic(base_url=url, api_key="any", max_retries=0, timeout=60)
 
 
@@ -23,10 +27,11 @@ def create(client: anthropic.Anthropic, name: str, messages: Any, **more: Any) -
 
 
 def test_whole_and_streamed_say_the_same(client: anthropic.Anthropic, name: str) -> None:
-    whole = create(client, name, [user("hello there")])
+    said = [user(f"{LONG} hello there")]  # a block at least, which is found in memory
+    whole = create(client, name, said)
     assert whole.stop_reason == "max_tokens" and whole.usage.output_tokens == 8
     with client.messages.stream(
-        model=name, messages=[user("hello there")], max_tokens=8, extra_body={"temperature": 0}
+        model=name, messages=said, max_tokens=8, extra_body={"temperature": 0}
     ) as stream:
         assert "".join(stream.text_stream) == whole.content[0].text
         final = stream.get_final_message()
@@ -88,6 +93,8 @@ def test_tokens_are_counted_as_they_are_used(client: anthropic.Anthropic, name: 
 
 
 def test_errors(client: anthropic.Anthropic, url: str, name: str) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError, match="there is no model"):
         create(client, "nobody", [user("x")])
     for stream in (False, True):

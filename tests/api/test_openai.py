@@ -9,6 +9,8 @@ import pytest
 
 from served import ask, chat, user
 
+LONG = "the history is not read again and the session holds many blocks " * 3
+
 
 @pytest.fixture(scope="module")
 def client(url: str) -> openai.OpenAI:
@@ -28,13 +30,12 @@ def test_models(client: openai.OpenAI, name: str) -> None:
 
 
 def test_whole_and_streamed_say_the_same(client: openai.OpenAI, name: str) -> None:
-    whole = create(client, name, "the same question")
+    question = f"{LONG} the same question"  # a block at least, which is found in memory
+    whole = create(client, name, question)
     assert whole.choices[0].finish_reason == "length"
     assert whole.usage.completion_tokens == 8
     chunks = list(
-        create(
-            client, name, "the same question", stream=True, stream_options={"include_usage": True}
-        )
+        create(client, name, question, stream=True, stream_options={"include_usage": True})
     )
     assert len({chunk.id for chunk in chunks}) == len({chunk.created for chunk in chunks}) == 1
     first, *_, last, usage = chunks

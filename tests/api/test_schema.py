@@ -77,11 +77,11 @@ def hold(url: str, mode: GenerationMode, num_examples: int) -> int:
 
 
 def test_what_the_schema_allows(url: str) -> None:
-    assert hold(url, GenerationMode.POSITIVE, 4) > 50
+    assert hold(url, GenerationMode.POSITIVE, 2) > 30
 
 
 def test_what_it_does_not_allow(url: str) -> None:
-    assert hold(url, GenerationMode.NEGATIVE, 4) > 30
+    assert hold(url, GenerationMode.NEGATIVE, 2) > 15
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from chatkv.client import engine
 from chatkv.client.link import Link
 from chatkv.paths import folders
 from engines import chat_with, end, greedy, running_engine
+from forked import Forked, chatkv
 from program import command, environment
 from served import ask, chat, user
 
@@ -25,25 +26,25 @@ def _engine_allowed(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     end(folders())
 
 
-def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command("serve", "--port", "0", *arguments),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(**variables),
-    )
+def start(*arguments: str) -> Forked:
+    return Forked(chatkv, "serve", "--port", "0", *arguments)
 
 
-def refused(*arguments: str, **variables: str) -> str:
-    process = start(*arguments, **variables)
-    out, err = process.communicate(timeout=60)
+def refused(*arguments: str) -> str:
+    process = start(*arguments)
+    out, err = process.communicate()
     assert process.returncode != 0 and not out and err.count("\n") == 1, err
     return err
 
 
 def test_it_serves_until_it_is_interrupted(home: Path, model: str) -> None:
-    process = start("--model", model, CHATKV_TOKEN="one two")
+    process = subprocess.Popen(
+        command("serve", "--port", "0", "--model", model),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(CHATKV_TOKEN="one two"),
+    )
     assert process.stderr is not None
     line = process.stderr.readline()
     assert line.startswith("chatkv: serving at http://127.0.0.1:")
@@ -68,7 +69,7 @@ def test_an_idle_engine_makes_way(home: Path, model: str) -> None:
     with running_engine() as link:
         first = link.call("GET", "/status")["pid"]
         process = start("--model", model)
-        assert process.stderr is not None and "serving at" in process.stderr.readline()
+        assert "serving at" in process.stderr.readline()
         assert link.call("GET", "/status")["pid"] == process.pid != first
         assert engine.stop(folders())
         assert process.wait(30) == 0, process.stderr.read()

@@ -3,40 +3,20 @@
 from __future__ import annotations
 
 import fcntl
-import io
 import os
 import pty
 import select
 import struct
 import subprocess
-import sys
 import termios
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from chatkv.cli.main import run
 from chatkv_store.conversations import Conversations, Session
+from forked import Forked, chatkv
 from program import Ran, command, environment
-
-
-@pytest.fixture
-def program(
-    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Ran]:
-    """`program("sessions", "ls")` runs that in this process; stdin is no terminal."""
-
-    def call(*arguments: str, stdin: str = "") -> Ran:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        capsys.readouterr()
-        try:
-            code = run(arguments)
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return Ran(code, *capsys.readouterr())
-
-    return call
 
 
 @pytest.fixture
@@ -74,13 +54,8 @@ def terminal(home: Path) -> Callable[..., Ran]:
     ) -> Ran:
         leader, follower = pty.openpty()
         fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        child = subprocess.Popen(
-            command(*arguments),
-            stdin=follower,
-            stdout=follower,
-            stderr=follower,
-            env=environment(**{"TERM": "xterm-256color"} | variables),
-        )
+        wanted = environment(**{"TERM": "xterm-256color"} | variables)
+        child = Forked(chatkv, *arguments, env=wanted, terminal=follower)
         os.close(follower)
         os.write(leader, keys.encode())
         shown, seen = b"", 0
@@ -93,7 +68,7 @@ def terminal(home: Path) -> Callable[..., Ran]:
             os.write(leader, answer.encode() + b"\n")
         shown += b"".join(iter(lambda: _read(leader), b""))
         os.close(leader)
-        return Ran(child.wait(timeout=60), shown.decode().replace("\r\n", "\n"), "")
+        return Ran(child.wait(), shown.decode().replace("\r\n", "\n"), "")
 
     return call
 

@@ -8,14 +8,14 @@ import pty
 import re
 import select
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from program import Ran, command, environment
+from forked import Forked, chatkv
+from program import Ran, environment
 
 QUICK = ["--dtype", "float32", "--temperature", "0", "--max-tokens", "12"]
 
@@ -33,9 +33,14 @@ def ask(program: Program, model: str) -> Program:
 
 
 def test_the_answer_is_all_there_is_on_stdout(process: Program, ask: Program, model: str) -> None:
-    spoken = process("ask", "--model", model, *QUICK, "hello")
+    """Whatever bytes are asked: undecodable ones of a command line, and every control character
+    but the null."""
+    question = os.fsdecode(b"\xff\xfe caf\xc3\xa9 \xf0\x9f\x99\x82 ") + "".join(
+        map(chr, range(1, 32))
+    )
+    spoken = process("ask", "--model", model, *QUICK, question)
     assert spoken.code == 0, spoken.err
-    told = json.loads(ask("hello", "--json").out)
+    told = json.loads(ask(question, "--json").out)
     assert spoken.out == told["text"] + "\n"
     assert "\x1b" not in spoken.out + spoken.err
 
@@ -119,44 +124,27 @@ def test_a_file_that_is_no_model(program: Program, tmp_path: Path) -> None:
     assert result.err.count("\n") == 1 and "no GGUF" in result.err
 
 
-def test_any_bytes_may_be_asked(process: Program, model: str) -> None:
-    """Undecodable bytes of a command line, and every control character but the null."""
-    question = os.fsdecode(b"\xff\xfe caf\xc3\xa9 \xf0\x9f\x99\x82 ") + "".join(
-        map(chr, range(1, 32))
-    )
-    result = process("ask", "--model", model, *QUICK, question, "--json")
-    assert result.code == 0, result.err
-    assert json.loads(result.out)["turn"] == 1
-
-
 def test_ctrl_c_keeps_the_answer_so_far(program: Program, model: str) -> None:
     words = ["--dtype", "float32", "--temperature", "1", "--seed", "1", "--max-tokens", "100000"]
-    asking = subprocess.Popen(
-        command("ask", "--model", model, *words, "tell me everything"),
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert asking.stdout is not None
+    asking = Forked(chatkv, "ask", "--model", model, *words, "tell me everything")
     begun = asking.stdout.read(1)
     asking.send_signal(signal.SIGINT)
-    rest, errors = asking.communicate(timeout=60)
+    rest, errors = asking.communicate()
     assert asking.returncode in (130, 0)  # 0: a fast machine was done before the signal came
-    assert b"Traceback" not in errors
+    assert "Traceback" not in errors
     turn = json.loads(program("sessions", "show", "tell me everything", "--json").out)["turns"][0]
     if asking.returncode == 130:
         assert turn["finish_reason"] == "interrupted"
-    assert (begun + rest).decode().rstrip("\n") == turn["reply"].rstrip("\n")
+    assert (begun + rest).rstrip("\n") == turn["reply"].rstrip("\n")
 
 
 class Terminal:
     """A program in a terminal of its own."""
 
     def __init__(self, *words: str) -> None:
-        self.pid, self.file = pty.fork()
-        if self.pid == 0:
-            os.execvpe(command()[0], command(*words), environment(TERM="dumb"))
+        self.file, theirs = pty.openpty()
+        self.program = Forked(chatkv, *words, env=environment(TERM="dumb"), terminal=theirs)
+        os.close(theirs)
         self.text, self._seen = "", 0
 
     def wait_for(self, pattern: str, timeout_s: float = 60.0) -> str:
@@ -181,13 +169,11 @@ class Terminal:
             if key:
                 self.type(key)
             for _ in range(20):
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-                if pid:
+                if (code := self.program.returncode) is not None:
                     os.close(self.file)
-                    return os.waitstatus_to_exitcode(status)
+                    return code
                 time.sleep(0.05)
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+        self.program.send_signal(signal.SIGKILL)
         raise AssertionError(f"still running: {self.text[-500:]!r}")
 
 

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from chatkv.errors import ModelError
+from chatkv.model import template_budget
 from chatkv.model.template import ChatTemplate
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -78,8 +79,23 @@ HOSTILE = {
 }
 
 
+@pytest.fixture
+def fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the steps: those that the real limit allows take a second or two."""
+    monkeypatch.setattr(template_budget, "MAX_STEPS", template_budget.MAX_STEPS // 10)
+
+
 @pytest.mark.parametrize("name", HOSTILE)
-def test_is_stopped(name: str) -> None:
+def test_is_stopped(name: str, fewer_steps: None) -> None:
+    stops(name)
+
+
+@pytest.mark.parametrize("name", ["comparing"])
+def test_is_stopped_by_the_real_limit(name: str) -> None:
+    stops(name)
+
+
+def stops(name: str) -> None:
     before_s = time.thread_time()
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ModelError) as caught:
@@ -99,7 +115,7 @@ def test_a_long_conversation_is_not() -> None:
     assert text.count("USER") == 3000 and text.endswith("word\n\n")
 
 
-def test_limits_hold_per_rendering() -> None:
-    template = ChatTemplate("{% for i in range(90000) %}{{ i }}{% endfor %}")
+def test_limits_hold_per_rendering(fewer_steps: None) -> None:
+    template = ChatTemplate("{% for i in range(9000) %}{{ i }}{% endfor %}")
     for _ in range(12):
-        assert template.render(CHAT).text.endswith("89999")
+        assert template.render(CHAT).text.endswith("8999")

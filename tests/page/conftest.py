@@ -16,17 +16,6 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 @pytest.fixture(scope="module")
-def model(tiny_checkpoint: Callable[..., Path]) -> str:
-    return str(tiny_checkpoint("llama3"))
-
-
-@pytest.fixture(scope="module")
-def slow_model(tiny_checkpoint: Callable[..., Path]) -> str:
-    """One whose answers take long enough to be met in the middle."""
-    return str(tiny_checkpoint("llama3", num_hidden_layers=24, max_position_embeddings=4096))
-
-
-@pytest.fixture(scope="module")
 def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A home for all tests of a file."""
     with pytest.MonkeyPatch.context() as patch:

@@ -21,6 +21,8 @@ from turns import run_turns
 
 QUESTION = "Tell me a long story about the sea, a ship, its captain and the captain's cat. " * 4
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_tokens": 8}
+# Where it strikes is drawn: a few places always, more of them at length.
+MANY = [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 8))]
 
 
 @pytest.fixture
@@ -90,7 +92,7 @@ def test_undamaged_is_reloaded_and_says_nothing(session: str, model: Path) -> No
     assert answered["notices"] == answered["runtime_notices"] == []
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", MANY)
 @pytest.mark.parametrize("kind", ["flip", "truncate", "lengthen", "delete", "zero"])
 def test_a_damaged_value(kind: str, seed: int, session: str, model: Path) -> None:
     rng = random.Random(seed)
@@ -136,7 +138,7 @@ def test_a_file_cut_short(share: float, session: str, model: Path) -> None:
     right_and_reported(*next_turns(session, model))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", MANY)
 def test_bytes_flipped_in_the_file(seed: int, session: str, model: Path) -> None:
     """Anywhere in the file: pages of the index, free pages, values. Right, reported or unharmed."""
     rng = random.Random(seed)

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from chatkv.client.link import Link
 from engines import running_engine
-
-
-@pytest.fixture(scope="module")
-def model(tiny_checkpoint: Callable[..., Path]) -> str:
-    return str(tiny_checkpoint("llama3"))
-
-
-@pytest.fixture(scope="module")
-def slow_model(tiny_checkpoint: Callable[..., Path]) -> str:
-    """One whose answers take long enough to be met in the middle."""
-    return str(tiny_checkpoint("llama3", num_hidden_layers=24, max_position_embeddings=4096))
 
 
 @pytest.fixture(scope="module")

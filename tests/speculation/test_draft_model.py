@@ -79,7 +79,7 @@ def test_greedy_answers_are_the_large_models_own(engine: Engine) -> None:
 def test_sampled_answers_are_distributed_as_the_large_models(engine: Engine) -> None:
     """Of the second token, the first that is drafted, over many seeds."""
     engine.draft_with(worse_engine(0.3))
-    options, num_seeds = SamplingOptions(1.5, top_p=1.0, top_k=3, min_p=0.0), 400
+    options, num_seeds = SamplingOptions(1.5, top_p=1.0, top_k=3, min_p=0.0), 200
     heard: dict[tuple[int, int], int] = {}
     num_accepted = 0
     for seed in range(num_seeds):

@@ -180,4 +180,4 @@ class BudgetMachine(RuleBasedStateMachine):
 
 
 TestBudget = BudgetMachine.TestCase
-TestBudget.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+TestBudget.settings = settings(max_examples=12, stateful_step_count=20, deadline=None)

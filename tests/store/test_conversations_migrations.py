@@ -116,28 +116,31 @@ def test_another_programs_database_is_refused_and_left_alone(tmp_path: Path) -> 
     assert path.read_bytes() == before
 
 
-def create_when_told(path: Path, start: Any, answers: Any) -> None:
-    start.wait()
-    try:
-        with Conversations(path) as store:
-            answers.put(store.create_session().id)
-    except BaseException as error:
-        answers.put(repr(error))
+def create_when_told(paths: list[Path], start: Any, answers: Any) -> None:
+    for path in paths:
+        start.wait()
+        try:
+            with Conversations(path) as store:
+                answers.put((path, store.create_session().id))
+        except BaseException as error:
+            answers.put((path, repr(error)))
 
 
 def test_processes_that_open_a_new_file_at_once_all_succeed(tmp_path: Path) -> None:
     """They race for the schema and for the switch to WAL; twenty rounds find most of it."""
     fork = multiprocessing.get_context("fork")
-    for round in range(20):
-        path = tmp_path / str(round) / "c.sqlite3"
-        start, answers = fork.Barrier(8), fork.Queue()
-        children = [
-            fork.Process(target=create_when_told, args=(path, start, answers)) for _ in range(8)
-        ]
-        for child in children:
-            child.start()
-        made = {answers.get(timeout=60) for _ in children}
-        for child in children:
-            child.join()
+    paths = [tmp_path / str(round) / "c.sqlite3" for round in range(20)]
+    start, answers = fork.Barrier(8), fork.Queue()
+    children = [
+        fork.Process(target=create_when_told, args=(paths, start, answers)) for _ in range(8)
+    ]
+    for child in children:
+        child.start()
+    made = [answers.get(timeout=60) for _ in range(len(children) * len(paths))]
+    for child in children:
+        child.join()
+    for path in paths:
         with Conversations(path) as store:
-            assert {session.id for session in store.list_sessions()} == made
+            created = {session for where, session in made if where == path}
+            assert {session.id for session in store.list_sessions()} == created
+            assert len(created) == len(children)

@@ -11,7 +11,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,8 @@ from chatkv_store import (
     failpoints,
     saving,
 )
+from failing import armed, save_turns, talk
+from forked import Forked
 from kv_samples import SMALL, SPACE, data_file, kv_bits, kv_of, restore, save
 from small_disk import SmallDisk, small_disk
 
@@ -42,57 +44,15 @@ UNICODE = [
     "'\";--",
 ]
 
-# Every transaction is said before the next one begins, so the last line says how far it came.
-TALKER = """
-import sys
-from pathlib import Path
-from chatkv_store import Conversations
-with Conversations(Path(sys.argv[1])) as store:
-    print("open", flush=True)
-    session = store.create_session()
-    print("session", session.id, flush=True)
-    with store.lease(session.id):
-        for number in range(1):
-            turn = store.begin_turn(session.id, user_text=f"u{number}", prompt_ids=[number])
-            print("begun", flush=True)
-            store.checkpoint_turn(turn.id, reply_text="a", reply_ids=[1], rng_draws_after=1)
-            print("checkpoint", flush=True)
-            store.finish_turn(turn.id, reply_text="ab", reply_ids=[1, 2], rng_draws_after=2)
-            print("done", flush=True)
-    store.delete_session(store.fork(session.id).id)
-"""
-SAVER = f"""
-import sys
-from chatkv_store import BlockStore
-from kv_samples import SMALL, kv_of, save
-with BlockStore(sys.argv[1], start_map_bytes={TINY_MAP}) as store:
-    print("open", flush=True)
-    for turn in range(4):
-        ids = list(range(turn * 1000, turn * 1000 + 100))
-        save(store, SMALL, ids[:90], kv_of(SMALL, ids[:90]))
-        save(store, SMALL, ids, kv_of(SMALL, ids))
-        print(turn, flush=True)
-"""
 
-
-def killed(script: str, path: Path, setting: str) -> list[str] | None:
-    """What `script` said before its failpoint killed it; None where it was never reached."""
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(path)],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-            failpoints.VARIABLE: setting,
-        },
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    if done.returncode == 0:
+def killed(work: Callable[[Path], None], path: Path, setting: str) -> list[str] | None:
+    """What `work` said before its failpoint killed it; None where it was never reached."""
+    process = Forked(armed, setting, work, path)
+    said, errors = process.communicate()
+    if process.returncode == 0:
         return None
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    return done.stdout.splitlines()
+    assert process.returncode == -signal.SIGKILL, errors
+    return said.splitlines()
 
 
 @pytest.mark.parametrize("place", failpoints.CONVERSATIONS)
@@ -100,7 +60,7 @@ def test_kill_9_at_every_step_of_every_commit_of_a_conversation(tmp_path: Path, 
     commits = 0
     for at in range(1, 40):
         path = tmp_path / str(at) / "c.sqlite3"
-        said = killed(TALKER, path, f"{place}:{at}")
+        said = killed(talk, path, f"{place}:{at}")
         if said is None:
             break
         commits += 1
@@ -129,7 +89,7 @@ def test_kill_9_at_every_step_of_a_commit_of_blocks(tmp_path: Path, place: str) 
     tried = 0
     for at in (1, 2, 4):
         path = tmp_path / str(at)
-        said = killed(SAVER, path, f"{place}:{at}")
+        said = killed(save_turns, path, f"{place}:{at}")
         if said is None:
             break
         tried += 1

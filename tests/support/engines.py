@@ -1,9 +1,7 @@
-"""Engine processes for tests, forked from a server that has torch loaded: one is there in a tenth
-of a second, and is as real as one that a face starts."""
+"""Engine processes for tests, forked (see `forked`), and as real as one that a face starts."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +14,7 @@ from chatkv.client.link import Link
 from chatkv.engine.options import SamplingOptions
 from chatkv.paths import Folders, folders
 from chatkv.session.turn import TurnOptions
-
-# Importing is all that may happen before the fork: no compute, hence no threads.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "tokenizers", "jinja2", "uvicorn", "chatkv.server.own"])
+from forked import CONTEXT
 
 GREEDY = SamplingOptions(temperature=0)
 
@@ -28,7 +23,7 @@ class Forked:
     """An engine's process, as far as whoever has started one looks at it."""
 
     def __init__(self, log: Path | None = None) -> None:
-        self.process = _CONTEXT.Process(target=_be_engine, args=(dict(os.environ),), daemon=True)
+        self.process = CONTEXT.Process(target=_be_engine, args=(dict(os.environ),), daemon=True)
         self.process.start()
 
     def poll(self) -> int | None:

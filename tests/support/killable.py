@@ -1,9 +1,7 @@
-"""Turns in processes that may be killed at any instant, forked from a server that has torch loaded
-(a process that starts from nothing spends most of its life importing it)."""
+"""Turns in processes that may be killed at any instant."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -14,9 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-# Importing is all that may happen before the fork: no compute, hence no threads.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "tokenizers", "jinja2", "chatkv.runtime"])
+from forked import CONTEXT
 
 
 @dataclass
@@ -37,8 +33,8 @@ def say_and_kill(
 ) -> Heard:
     """Say `text` in a process of its own and kill -9 it `delay_s` after the event `when`
     ("start", "open", "finish", "done"), or when it ends by itself before."""
-    ours, theirs = _CONTEXT.Pipe(duplex=False)
-    process = _CONTEXT.Process(target=_child, args=(theirs, home, session, text, options))
+    ours, theirs = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=_child, args=(theirs, home, session, text, options))
     process.start()
     theirs.close()
     heard = Heard(events={"start": time.monotonic()})

@@ -15,6 +15,7 @@ import engines
 from chatkv.client import engine
 from chatkv.paths import folders
 from chatkv.server.listen import Access, Listen
+from forked import CONTEXT
 
 
 @contextmanager
@@ -25,7 +26,7 @@ def served(
 ) -> Iterator[str]:
     """The address of a server in the home that is in force."""
     listen = Listen(port=port, access=access, models=models)
-    process = engines._CONTEXT.Process(target=_serve, args=(dict(os.environ), listen), daemon=True)
+    process = CONTEXT.Process(target=_serve, args=(dict(os.environ), listen), daemon=True)
     process.start()
     try:
         engines.eventually(lambda: engine.find(folders()) is not None or not process.is_alive())
