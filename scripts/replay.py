@@ -204,17 +204,11 @@ def main() -> None:
     parser.add_argument("--kv-bytes-per-token", type=float, default=Machine.kv_bytes_per_token)
     parser.add_argument("--decode-s-per-token", type=float, default=Machine.decode_s_per_token)
     parser.add_argument("--restart-every-h", type=float, default=24.0)
-    parser.add_argument("--costs", type=Path, help="costs.json of a chatkv cache folder")
-    parser.add_argument("--model", default="", help="which of its entries: a part of its label")
-    rates = [one.name for one in fields(CostModel) if "_s" in one.name]
-    for name in rates:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="SECONDS")
+    cost_arguments(parser)
     given = parser.parse_args()
 
-    cost = _measured(parser, given.costs, given.model) if given.costs else CostModel()
-    changed = {name: getattr(given, name) for name in rates if getattr(given, name) is not None}
     machine = Machine(
-        cost=replace(cost, **changed),
+        cost=cost_of(parser, given),
         decode_s_per_token=given.decode_s_per_token,
         pool_tokens=given.pool_tokens,
         restart_every_s=given.restart_every_h * 3600,
@@ -225,6 +219,28 @@ def main() -> None:
         TraceSpec(given.conversations, given.seed, conversations_per_hour=given.per_hour)
     )
     print(table([replay(trace, policy, machine) for policy in POLICIES]))
+
+
+_RATES = [one.name for one in fields(CostModel) if "_s" in one.name]
+
+
+def cost_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags from which `cost_of` reads what loading and prefill cost."""
+    parser.add_argument("--costs", type=Path, help="costs.json of a chatkv cache folder")
+    parser.add_argument("--model", default="", help="which of its entries: a part of its label")
+    for name in _RATES:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="SECONDS")
+
+
+def cost_of(
+    parser: argparse.ArgumentParser, given: argparse.Namespace, default: CostModel | None = None
+) -> CostModel:
+    """What was measured on a machine, but for what a flag says otherwise."""
+    cost = default or CostModel()
+    if given.costs:
+        cost = _measured(parser, given.costs, given.model)
+    changed = {name: getattr(given, name) for name in _RATES if getattr(given, name) is not None}
+    return replace(cost, **changed)
 
 
 def _cap(text: str) -> float:
