@@ -22,7 +22,7 @@ from chatkv.engine.ledger import Ledger
 from chatkv.engine.needs import keeps_dense
 from chatkv.engine.on_device import engine_on
 from chatkv.engine.pool import BLOCK_TOKENS, BlockPool
-from chatkv.errors import ChatkvError, ModelError, UsageError
+from chatkv.errors import ChatkvError, ModelError
 from chatkv.model.catalog import find_model
 from chatkv.model.decoder import Decoder
 from chatkv.model.dtype import choose_dtype
@@ -36,6 +36,7 @@ from chatkv.process import available_bytes, prepare_to_compute
 from chatkv.restore.calibration import Calibration
 from chatkv.restore.cost import CostFile, cost_key
 from chatkv.restore.disk import Disk
+from chatkv.restore.names import layout_of, namespace_of
 from chatkv.restore.restorer import Restorer
 from chatkv.restore.saver import DiskTier
 from chatkv.restore.staging import DEVICE_BYTES
@@ -47,8 +48,6 @@ from chatkv_store.blocks import BlockStore
 from chatkv_store.codec import by_name as codec_by_name
 from chatkv_store.conversations import Conversations, Session
 from chatkv_store.errors import StoreError
-from chatkv_store.keys import namespace as kv_namespace
-from chatkv_store.layout import KVLayout
 
 Progress = Callable[[str, int, int], None]
 
@@ -93,7 +92,6 @@ class Runtime:
         self.prepared = prepare(files, chosen, folders.models, on_progress, quantised)
         if on_progress is not None:
             on_progress("loading the model", 0, 1)
-        config = self.prepared.config
         self._memory_bytes = int(available_bytes() * POOL_SHARE_OF_MEMORY)
         self.tokenizer = Tokenizer.from_prepared(self.prepared)
         # A template that fails does so now, and the first turn need not wait for its compiler.
@@ -105,9 +103,7 @@ class Runtime:
             self.engine.draft_with(
                 draft_engine(folders, draft_model, self.tokenizer, chosen, self._memory_bytes // 4)
             )
-        self.layout = KVLayout(
-            config.num_layers, config.num_kv_heads, config.head_dim, chosen, BLOCK_TOKENS
-        )
+        self.layout = layout_of(self.prepared)
         self.namespace = self.namespace_of(kv_codec)
         self._disk = self._usable(disk or self._own_disk())
         self._costs = CostFile(folders.costs)
@@ -140,17 +136,8 @@ class Runtime:
         self.close()
 
     def namespace_of(self, kv_codec: str, owner: str = "") -> bytes:
-        """Under which this model's KV is stored with a codec: codecs that give back the same bits
-        share one, and KV that a lossy codec has changed meets no other. An owner's is its own."""
-        try:
-            family = codec_by_name(kv_codec).family
-        except ValueError as error:
-            raise UsageError(f"--kv-codec: {error}") from None
-        weights, config = self.prepared.weights_digest, self.prepared.config.digest()
-        shared = kv_namespace(weights, config, self.layout, family)
-        if not owner:
-            return shared
-        return hashlib.sha256(shared + owner.encode()).digest()[: len(shared)]
+        """Under which this model's KV is stored with a codec."""
+        return namespace_of(self.prepared, kv_codec, owner)
 
     def restorer_for(self, kv_codec: str, owner: str = "") -> Restorer:
         """What restores and saves an owner's sessions that keep their KV with a codec."""

@@ -21,7 +21,7 @@ VERBS = {
     ),
     "du": ("chatkv.cli.cache_du:du", "Show how much disk the cache takes, by model."),
     "stats": ("chatkv.cli.cache_stats:stats", "Show how often the cache helped, and how much."),
-    "verify": ("chatkv.cli.cache_check:verify", "Check every block against its digests."),
+    "verify": ("chatkv.cli.cache_verify:verify", "Check every block against its digests."),
     "warm": ("chatkv.cli.cache_warm:warm", "Bring the KV of conversations into memory."),
     "prune": ("chatkv.cli.cache_remove:prune", "Delete KV by age, model, use or size."),
     "rm": ("chatkv.cli.cache_remove:rm", "Delete the KV of conversations."),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from chatkv.cli.options import setting_option
 from chatkv.cli.output import Output, count, output_options, plural, printable, size
 from chatkv.cli.stores import complete_session, open_blocks, open_conversations
 from chatkv.cli.table import Column
+from chatkv.errors import UsageError
 
 if TYPE_CHECKING:
     from chatkv_store.coverage import Stretch
@@ -22,15 +25,37 @@ REASONS = {  # what the store counts -> why something may be missing
 
 
 @click.command()
-@click.argument("session", shell_complete=complete_session, metavar="SESSION")
+@click.argument("session", shell_complete=complete_session, required=False, metavar="[SESSION]")
+@click.option(
+    "--messages",
+    "file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="What a request with these would find: its body as JSON, or a list of messages.",
+)
+@setting_option("model", "-m")
+@setting_option("dtype")
 @output_options
-def explain(output: Output, session: str) -> None:
+def explain(
+    output: Output, session: str | None, file: Path | None, model: str | None, dtype: str
+) -> None:
     """Explain what of a conversation is stored, what is not and why, and who shares it.
 
     What is stored need not be computed when the conversation goes on. Looks at what blocks say of
     themselves; `chatkv cache verify SESSION` reads all of their bytes, and `chatkv why` tells how a
     turn was restored.
+
+    With --messages, explain what a client of `chatkv serve` would find that sends all of its
+    conversation with each request and has no token: which messages are known, and what was said
+    here where they end. --model and --dtype say what it asks.
     """
+    if file is not None and session is None:
+        from chatkv.cli.cache_request import explain_request
+
+        explain_request(output, file, model, dtype)
+        return
+    if session is None or file is not None:
+        raise UsageError("name either a conversation, or --messages FILE")
     from chatkv_store.coverage import Stretch, stretches
 
     with open_conversations() as store:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from chatkv.cli.output import Output, output_options, plural, size
+from chatkv.cli.options import setting_option
+from chatkv.cli.output import Output, count, output_options, plural, printable, size
 from chatkv.cli.stores import NOTHING_STORED, complete_session, open_blocks, open_conversations
+from chatkv.errors import PersistenceError, UsageError
+from chatkv.paths import folders
 
 if TYPE_CHECKING:
     from chatkv_store.blocks import BlockStore
@@ -19,16 +23,34 @@ THREADS = 4  # so that a disk has several reads to do at once
 
 
 @click.command()
-@click.argument(
-    "sessions", shell_complete=complete_session, nargs=-1, required=True, metavar="SESSION..."
+@click.argument("sessions", shell_complete=complete_session, nargs=-1, metavar="[SESSION]...")
+@click.option(
+    "--messages",
+    "file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Compute and store what these begin with: a request's body as JSON, or its messages.",
 )
+@setting_option("model", "-m")
+@setting_option("dtype")
 @output_options
-def warm(output: Output, sessions: tuple[str, ...]) -> None:
+def warm(
+    output: Output, sessions: tuple[str, ...], file: Path | None, model: str | None, dtype: Any
+) -> None:
     """Bring the KV of conversations into memory, so that opening one need not wait for the disk.
 
     Reads and verifies their blocks, which leaves them in the system's page cache for as long as
     nothing else needs that memory. Exits with 1 where a block is damaged.
+
+    With --messages, compute and store the KV of a prompt that conversations are going to begin
+    with. Until one does, nobody uses it, and it is the first to go where room is needed. --model
+    and --dtype say what is to read it.
     """
+    if file is not None and not sessions:
+        _warm_messages(output, file, model, dtype)
+        return
+    if file is not None or not sessions:
+        raise UsageError("name either conversations, or --messages FILE")
     from chatkv_store.sharing import stored_blocks
 
     began = time.perf_counter()
@@ -65,6 +87,53 @@ def warm(output: Output, sessions: tuple[str, ...]) -> None:
             )
     if misses:
         raise SystemExit(1)
+
+
+def _warm_messages(output: Output, file: Path, model: str | None, dtype: Any) -> None:
+    from chatkv.cli.answer import Status
+    from chatkv.server.foreseen import read_request
+
+    messages, tools = read_request(file)
+    status = Status()
+    status.show("starting")
+    from chatkv.model.template import ChatTemplate
+    from chatkv.runtime import Runtime
+    from chatkv.session.warming import warm_prompt
+
+    began = time.perf_counter()
+    try:
+        with (
+            open_conversations() as store,
+            Runtime(folders().make(), store, model, dtype, status.progress) as runtime,
+        ):
+            if runtime.restorer.disk is None:
+                raise PersistenceError("; ".join(runtime.notices) or "KV is not kept here")
+            template = ChatTemplate.from_prepared(runtime.prepared, runtime.tokenizer)
+            done = warm_prompt(
+                runtime.restorer,
+                runtime.tokenizer,
+                template.with_tools(tools),
+                messages,
+                status.progress,
+            )
+            name = runtime.prepared.name
+    finally:
+        status.clear()
+    took_s = time.perf_counter() - began
+    if not output.is_human:
+        output.record(
+            {
+                "model": name,
+                "tokens": done.num_tokens,
+                "computed_tokens": done.num_computed,
+                "seconds": took_s,
+            }
+        )
+        return
+    output.note(
+        f"{plural(done.num_tokens, 'token')} of {printable(name)}, "
+        f"{count(done.num_computed)} of them computed, in {took_s:.1f} s"
+    )
 
 
 def _read(store: BlockStore, blocks: list[StoredBlock]) -> list[str]:

@@ -6,12 +6,12 @@ import gc
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
 from chatkv.cli.answer import say
-from chatkv.cli.output import count, plural, size
+from chatkv.cli.output import plural
+from chatkv.cli.told import coverage, explained, state
 from chatkv.client import ChatRequest, connect
 from chatkv.paths import folders
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from chatkv.session.turn import TurnOptions
     from chatkv.settings.read import Values
     from chatkv.tui.start import Left
-    from chatkv_store.blocks import BlockStore
 
 
 def is_possible() -> bool:
@@ -56,6 +55,7 @@ def show(
         options,
         explained,
         coverage,
+        state,
         copy_to=place.runtime / "copied.txt",
         keymap=keymap(settings),
         theme=theme(settings),
@@ -73,40 +73,3 @@ def show(
     if left.session is not None and not left.goes_on_plain:
         say(f"To go on: chatkv resume {left.session}")
     return left
-
-
-def explained(session: str, number: int) -> list[str]:
-    """What `chatkv why` says of a turn."""
-    from chatkv.cli.stores import open_conversations
-    from chatkv.cli.why import explain
-
-    with open_conversations() as store:
-        turn = store.chain(session)[number - 1]
-    return explain(turn.stats, num_new=len(turn.prompt_ids) + (number > 1))
-
-
-def coverage(session: str, opened: BlockStore | None = None) -> list[str]:
-    """What of a conversation is on the disk. opened: the KV cache, where this process has it open
-    already."""
-    from chatkv.cli.stores import NOTHING_STORED, open_blocks, open_conversations
-    from chatkv_store.coverage import stretches
-
-    with open_conversations() as store:
-        found, blocks = store.get_session(session), opened or open_blocks()
-        if blocks is None:
-            return [NOTHING_STORED]
-        with nullcontext() if opened is not None else blocks:
-            pieces = [piece for piece in stretches(blocks, store, found) if piece.num_tokens]
-    stored = [piece for piece in pieces if piece.why is None]
-    kept = sum(piece.num_tokens for piece in stored)
-    num_bytes = size(sum(piece.num_bytes for piece in stored))
-    lines = [f"{count(kept)} of {plural(found.num_tokens, 'token')} are on the disk, {num_bytes}"]
-    shared = sum(piece.num_tokens for piece in stored if piece.sharers)
-    if shared:
-        lines.append(f"{count(shared)} of them are shared with other conversations")
-    lines += [
-        f"tokens {count(piece.start)} to {count(piece.end)}: {piece.why}"
-        for piece in pieces
-        if piece.why is not None
-    ]
-    return lines

@@ -6,11 +6,10 @@ import sys
 from dataclasses import replace
 
 from chatkv.cli.answer import say
-from chatkv.cli.full_screen import coverage, explained
 from chatkv.cli.output import printable
 from chatkv.cli.plain import PLAIN_COMMANDS, PlainTalk, read
+from chatkv.cli.told import coverage, explained, state
 from chatkv.client import ChatRequest, TurnText, resolved
-from chatkv.client.chat import LocalChat
 from chatkv.commands import answers, saved, slash
 from chatkv.commands.branches import branches
 from chatkv.commands.library import Library
@@ -152,8 +151,11 @@ class PlainCommands:
 
     def _cache(self, argument: str) -> None:
         chat = self._talk.chat
-        opened = chat.blocks if isinstance(chat, LocalChat) else None
-        for line in coverage(chat.session, opened):
+        for line in coverage(chat.session, chat.blocks):
+            say(printable(line))
+
+    def _status(self, argument: str) -> None:
+        for line in state(self._talk.chat.status()):
             say(printable(line))
 
     # --- what they share ------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import click
 from chatkv.cli.device import device_option
 from chatkv.cli.options import setting_option, values_in_force
 from chatkv.cli.output import Output, count, output_options, size
+from chatkv.cli.told import model_line
 from chatkv.errors import UsageError
 from chatkv.paths import Folders, folders
 
@@ -120,17 +121,7 @@ def status(output: Output) -> None:
         ]
     )
     for model in found["models"]:
-        kv = model["kv_tokens"]
-        used = kv["total"] - kv["free"]
-        output.line(
-            f"{model['model']}  {_numbers(model)} on {model['device']}, KV of {count(used)} of "
-            f"{count(kv['total'])} tokens in memory"
-        )
-
-
-def _numbers(model: dict[str, Any]) -> str:
-    weights = model["weights"]
-    return str(model["dtype"]) if weights == "full" else f"{model['dtype']} with {weights} weights"
+        output.line(model_line(model))
 
 
 @click.command()

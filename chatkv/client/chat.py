@@ -66,6 +66,13 @@ class Chat(Protocol):
         """Whether it computes in a process that holds other conversations too."""
 
     @property
+    def blocks(self) -> BlockStore | None:
+        """The KV cache, where this process has it open: it can be opened once in a process."""
+
+    def status(self) -> dict[str, Any]:
+        """What is loaded where it computes; the fields that /status of an engine has."""
+
+    @property
     def session(self) -> str:
         """Its id."""
 
@@ -169,6 +176,7 @@ class LocalChat:
     is_shared = False
 
     def __init__(self, opened: OpenChat) -> None:
+        self._runtime = opened.runtime
         self._conversation, self.is_resumed = opened.conversation, opened.is_resumed
         self.model = opened.runtime.prepared.name
         self.max_tokens = opened.runtime.engine.max_tokens
@@ -178,9 +186,19 @@ class LocalChat:
 
     @property
     def blocks(self) -> BlockStore | None:
-        """The KV cache, which one process opens once; None where it is not used."""
         disk = self._conversation.model.restorer.disk
         return disk.store if disk is not None else None
+
+    def status(self) -> dict[str, Any]:
+        from chatkv.server.metrics import resident_bytes
+
+        return {
+            "pid": os.getpid(),
+            "memory_bytes": resident_bytes(),
+            "models": [self._runtime.status()],
+            "open_sessions": [self.session],
+            "answering": [self.session] if self._in_use.locked() else [],
+        }
 
     @property
     def session(self) -> str:

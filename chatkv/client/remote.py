@@ -38,6 +38,7 @@ class RemoteChat:
     """See `Chat`."""
 
     is_shared = True
+    blocks = None  # the engine has it open
 
     def __init__(
         self,
@@ -79,6 +80,9 @@ class RemoteChat:
     def switch(self, turn_id: str) -> None:
         self._be_there()
         self._opened(self._link.call("POST", self._url("switch"), SwitchRequest(turn_id)))
+
+    def status(self) -> dict[str, Any]:
+        return self._link.call("GET", "/status")
 
     def draft(self, text: str, system: str | None = None) -> int:
         return self._make_ready(text, system).cached

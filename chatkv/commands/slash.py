@@ -45,6 +45,7 @@ COMMANDS = {
         Command("copy", "[code]", "Copy the last answer, or its last block of code.", True),
         Command("why", "[N]", "Explain where the time of turn N, else the last, went."),
         Command("cache", "", "What of this conversation is stored."),
+        Command("status", "", "Where answers are computed, with what, and in how much memory."),
         Command("theme", "[NAME]", "Choose the colours.", True),
         Command("plain", "", "Go on line by line, without the full screen.", True),
         Command("quit", "", "Leave. Everything is saved."),

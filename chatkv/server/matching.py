@@ -9,8 +9,6 @@ text, then the new words. The log of a session is never written anew.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -25,7 +23,7 @@ from chatkv.server.named import Names
 from chatkv.server.parts import opens_thoughts, said_in, written
 from chatkv.server.rendered import Rendered
 from chatkv.session.conversation import text_of
-from chatkv.session.messages import Known, Message, digests_of, find_known
+from chatkv.session.messages import Known, Message, digests_of, find_known, seed_of
 from chatkv.session.request import ChatRequest
 from chatkv_store.conversations import Conversations, Session, Turn
 from chatkv_store.errors import SessionNotFound, StoreBusy, StoreError
@@ -83,12 +81,12 @@ class Matching:
     def __init__(self, hub: Hub, runtime: Runtime, asked: Asked, recent: dict[bytes, str]) -> None:
         self._hub, self._runtime, self._asked = hub, runtime, asked
         self._store: Conversations = hub.conversations
-        tools = json.dumps(asked.tools, sort_keys=True)
-        about = (runtime.namespace_of("lossless", asked.owner).hex(), runtime.prepared.template)
-        self._seed = hashlib.sha256(json.dumps([*about, tools]).encode()).hexdigest()
+        namespace = runtime.namespace_of("lossless", asked.owner)
+        self._seed = seed_of(namespace, runtime.prepared.template, asked.tools)
         self._names = Names(hub.conversations, asked, self._seed, recent)
         parts = runtime.scratch_parts(asked.owner)
-        self._rendered = Rendered(parts, parts.template.with_tools(asked.tools), about[0])
+        template = parts.template.with_tools(asked.tools)
+        self._rendered = Rendered(parts.tokenizer, template, namespace.hex())
 
     @contextmanager
     def place(self, cancel: threading.Event) -> Iterator[Place]:

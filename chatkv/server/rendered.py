@@ -21,8 +21,8 @@ from chatkv.session.messages import Known, Message
 
 if TYPE_CHECKING:
     from chatkv.model.template import ChatTemplate
+    from chatkv.model.tokenizer import Tokenizer
     from chatkv.session.conversation import Conversation
-    from chatkv.session.generation import ModelParts
     from chatkv_store.conversations import Conversations
 
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Rendered:
     """Texts of one model, as `template` writes them. `seed`: what else an answer depends on."""
 
-    model: ModelParts
+    tokenizer: Tokenizer
     template: ChatTemplate
     seed: str
 
@@ -60,7 +60,7 @@ class Rendered:
         texts = [str(message) for message in conversation.messages()]
         if any(self._is_doubtful(text) for text in texts):
             return None
-        log = self.model.tokenizer.decode(conversation.log, skip_special=False)
+        log = self.tokenizer.decode(conversation.log, skip_special=False)
         whole = self._less_end(log)
         return self._hash(whole).digest()
 
@@ -94,9 +94,9 @@ class Rendered:
 
     @property
     def _stops(self) -> re.Pattern[str]:
-        tokenizer = self.model.tokenizer
-        names = [tokenizer.decode([id], skip_special=False) for id in tokenizer.stop_ids]
+        ids = self.tokenizer.stop_ids
+        names = [self.tokenizer.decode([id], skip_special=False) for id in ids]
         return re.compile("|".join(re.escape(name) for name in names if name) or r"(?!)")
 
     def _is_doubtful(self, text: str) -> bool:
-        return any(name in text for name in self.model.tokenizer.special_ids if name)
+        return any(name in text for name in self.tokenizer.special_ids if name)

@@ -2,7 +2,8 @@
 
 A response's id names its turn. What follows it is that turn's conversation, up to it; the
 instructions are those of the request, as its documentation has it. With `store` false nothing is
-kept, and there is nothing to follow.
+kept, and there is nothing to follow. Deleting a response deletes its words, where nothing follows
+it.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Responses:
         return {
             "POST /v1/responses": self.create,
             "GET /v1/responses/{id}": self.get,
+            "DELETE /v1/responses/{id}": self.delete,
         }
 
     async def create(self, request: Request) -> Response:
@@ -71,6 +73,22 @@ class Responses:
         output = output_of(said.content, said.reasoning, list(said.calls), turn.id)
         status = "completed" if turn.state == "done" else "incomplete"
         return JSONResponse(body | {"status": status, "output": output})
+
+    async def delete(self, request: Request) -> Response:
+        """Forget an answer that was kept."""
+        response_id, owner = request.path_params["id"], owner_of(request)
+        hub = self._answers.hub
+
+        def change() -> None:
+            turn = self._turn(response_id, owner)
+            for session_id in hub.conversations.sessions_at(turn.id):
+                hub.release(session_id)
+            # The words of one that others follow are theirs too: then its name goes alone.
+            if not hub.conversations.delete_turn(turn.id):
+                hub.conversations.forget_messages(name_digest("response", response_id))
+
+        await in_thread(change)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     def _asked(self, request: Request, body: dict[str, Any]) -> Asked:
         about = body.get("text")

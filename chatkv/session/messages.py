@@ -41,6 +41,12 @@ def find_known(conversations: Conversations, seed: str, messages: Sequence[Messa
     return Known(None, tuple(messages))
 
 
+def seed_of(namespace: bytes, template: str | None, tools: Sequence[Any]) -> str:
+    """What an answer depends on beside its messages; `namespace`: of the model's exact KV."""
+    about = [namespace.hex(), template, json.dumps(tools, sort_keys=True)]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+
+
 def digests_of(seed: str, messages: Sequence[Message]) -> list[bytes]:
     """After each message, a digest of it and all before it. Clients strip white space, normalise
     Unicode, re-serialise tool calls and leave out the reasoning: none of that matters here."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from chatkv.client import ChatRequest
 from chatkv.commands import saved, slash
@@ -13,9 +12,6 @@ from chatkv.commands.slash import Call
 from chatkv.errors import UsageError
 from chatkv.tui.panels import TimelinePanel
 from chatkv.tui.talk import Talk
-
-if TYPE_CHECKING:
-    pass
 
 
 class Verbs(Talk):
@@ -155,8 +151,13 @@ class Verbs(Talk):
         self._chat.show_timeline(True)
 
     async def _cache(self, argument: str) -> None:
-        lines = await asyncio.to_thread(self._start.coverage, self._session)
-        for line in lines:
+        opened = self._chat.worker.look(lambda chat: chat.blocks)
+        for line in await asyncio.to_thread(self._start.coverage, self._session, opened):
+            await self._chat.say(line)
+
+    async def _status(self, argument: str) -> None:
+        found = await asyncio.to_thread(self._chat.worker.look, lambda chat: chat.status())
+        for line in self._start.state(found):
             await self._chat.say(line)
 
     async def _theme(self, argument: str) -> None:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from textual.message import Message
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from chatkv.session.turn import Listener, TurnOptions, TurnResult
 
 Progress = Callable[[str, int, int], None]
+Result = TypeVar("Result")
 # How long leaving waits for an answer to be stopped and saved.
 LEAVE_S = 10.0
 
@@ -118,6 +119,12 @@ class Worker:
     def stop(self) -> None:
         """End the answer that is being made, and keep it."""
         self._cancel.set()
+
+    def look(self, look: Callable[[Chat], Result]) -> Result:
+        """What `look` sees of the conversation that is open, at once, also beside a turn."""
+        if self._chat is None:
+            raise ChatkvError("no conversation is open: /new begins one")
+        return look(self._chat)
 
     def take_text(self) -> str:
         """What was answered since the last call."""

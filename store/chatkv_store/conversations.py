@@ -15,7 +15,7 @@ import sqlite3
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -286,6 +286,31 @@ class Conversations:
                 (digest,),
             ).fetchone()
             return _existing_turn(conn, row[0]) if row else None
+
+    def forget_messages(self, digest: bytes) -> None:
+        """Let `turn_of_messages` find nothing under `digest`."""
+        with self._database.write() as conn:
+            conn.execute("DELETE FROM turns_messages WHERE digest = ?", (digest,))
+
+    def sessions_at(self, turn_id: str) -> list[str]:
+        """Ids of the sessions that end with a turn."""
+        with self._database.read() as conn:
+            return tree.sessions_at(conn, turn_id)
+
+    def delete_turn(self, turn_id: str) -> bool:
+        """Delete a turn that nothing follows; False where something does, which needs it.
+
+        Sessions that end with it end with the turn before it; one that it was all of goes too.
+        StoreBusy where one of them is in use.
+        """
+        with ExitStack() as leases:
+            for session_id in self.sessions_at(turn_id):
+                leases.enter_context(self.lease(session_id))
+            with self._database.write() as conn:
+                is_gone = tree.drop_last(conn, turn_id)
+            if is_gone:
+                self._erase_traces()
+            return is_gone
 
     def begin_turn(
         self,

@@ -25,6 +25,7 @@ Kind = Literal[
     "value",  # a value that is missing or not as its header says
     "orphan",  # a value without a block
     "link",  # a parent's entry for a child that is not there, or a block without its entry
+    "content",  # KV that is not its tokens', which only computing it again can find
 ]
 
 
@@ -36,10 +37,17 @@ class Finding:
     num_bytes: int = 0  # payload bytes that a repair gives back
 
 
-def verify(store: BlockStore, repair: bool, keys: Collection[bytes] | None = None) -> list[Finding]:
+def verify(
+    store: BlockStore,
+    repair: bool,
+    keys: Collection[bytes] | None = None,
+    reads_values: bool = True,
+) -> list[Finding]:
     """Every finding of `store`; with `repair`, each is gone afterwards.
 
     With `keys`, only what is stored under these is looked at; a key without a block is none.
+    Without `reads_values`, values are looked at for being there and as long as they should be:
+    that takes a hundredth of the time, and finds no flipped bit.
 
     Works in short transactions while others write. A block that is stored in the very moment of
     its repair may be dropped with the damage, which costs time only.
@@ -56,7 +64,7 @@ def verify(store: BlockStore, repair: bool, keys: Collection[bytes] | None = Non
             findings.append(Finding("header", key.hex(), str(error), _payload_bytes(store, key)))
             bad.append(key)
             continue
-        wrong, has_link = _looked_at(store, key, header)
+        wrong, has_link = _looked_at(store, key, header, reads_values)
         if wrong is not None:
             findings.append(Finding("value", key.hex(), wrong, _payload_bytes(store, key)))
             bad.append(key)
@@ -89,15 +97,19 @@ def stored(store: BlockStore, keys: Iterable[bytes]) -> Iterator[tuple[bytes, by
             yield key, found
 
 
-def _looked_at(store: BlockStore, key: bytes, header: BlockHeader) -> tuple[str | None, bool]:
+def _looked_at(
+    store: BlockStore, key: bytes, header: BlockHeader, reads_values: bool
+) -> tuple[str | None, bool]:
     """What is wrong with the first bad value of a block, and whether its parent knows it."""
     with store.env.read() as txn:
         with txn.cursor(store.db["children"]) as cursor:
             has_link = bool(cursor.set_key_dup(header.parent, child_entry(header)))
-        return _wrong_value(store, txn, key, header), has_link
+        return _wrong_value(store, txn, key, header, reads_values), has_link
 
 
-def _wrong_value(store: BlockStore, txn: Any, key: bytes, header: BlockHeader) -> str | None:
+def _wrong_value(
+    store: BlockStore, txn: Any, key: bytes, header: BlockHeader, reads_values: bool
+) -> str | None:
     if len(header.values) != header.layout.num_values:
         return f"{len(header.values)} values, not {header.layout.num_values}"
     for group, entry in enumerate(header.values):
@@ -106,7 +118,7 @@ def _wrong_value(store: BlockStore, txn: Any, key: bytes, header: BlockHeader) -
             return f"value {group} is missing"
         if len(payload) != entry.num_bytes:
             return f"value {group} has {len(payload)} bytes, not {entry.num_bytes}"
-        if headers.digest(payload) != entry.digest:
+        if reads_values and headers.digest(payload) != entry.digest:
             return f"value {group} is damaged: its digest differs"
     return None
 

@@ -123,3 +123,31 @@ def drop_session(conn: sqlite3.Connection, session_id: str) -> int:
         )
     conn.execute("DELETE FROM sessions WHERE id = ?", (session_id,))
     return conn.execute("DELETE FROM turns WHERE session_id = ?", (session_id,)).rowcount
+
+
+def drop_last(conn: sqlite3.Connection, turn_id: str) -> bool:
+    """Delete a turn that nothing follows; False where something does. Sessions that end with it end
+    with the turn before it, and go where they own nothing more."""
+    row = conn.execute(
+        "SELECT parent_id, session_id FROM turns WHERE id = ? "
+        "AND NOT EXISTS (SELECT 1 FROM turns WHERE parent_id = ?)",
+        (turn_id, turn_id),
+    ).fetchone()
+    if row is None:
+        return False
+    parent, owner = row
+    touched = {owner, *sessions_at(conn, turn_id)}
+    conn.execute("UPDATE sessions SET head = ? WHERE head = ?", (parent, turn_id))
+    conn.execute("DELETE FROM turns WHERE id = ?", (turn_id,))
+    conn.executemany(
+        "DELETE FROM sessions WHERE id = :id AND head IS NULL "
+        "AND NOT EXISTS (SELECT 1 FROM turns WHERE session_id = :id)",
+        [{"id": session_id} for session_id in touched],
+    )
+    return True
+
+
+def sessions_at(conn: sqlite3.Connection, turn_id: str) -> list[str]:
+    """The sessions that end with a turn."""
+    rows = conn.execute("SELECT id FROM sessions WHERE head = ?", (turn_id,))
+    return [row[0] for row in rows.fetchall()]

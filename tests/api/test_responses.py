@@ -54,6 +54,27 @@ def test_a_response_follows_another(client: openai.OpenAI, name: str) -> None:
     assert got.output_text == second.output_text
 
 
+def test_a_response_is_deleted(client: openai.OpenAI, name: str) -> None:
+    first = create(client, name, "Remember the heron.")
+    second = create(client, name, "And the otter.", previous_response_id=first.id)
+    # What another one follows loses its name, and its words stay for that one ...
+    client.responses.delete(first.id)
+    for gone in (client.responses.retrieve, client.responses.delete):
+        with pytest.raises(openai.NotFoundError):
+            gone(first.id)
+    third = create(client, name, "And?", previous_response_id=second.id)
+    assert texts(third.id) == ["Remember the heron.", "And the otter.", "And?"]
+    # ... and what nothing follows goes, up to the whole conversation.
+    for response in (third, second):
+        client.responses.delete(response.id)
+    with Conversations(folders().conversations) as store:
+        assert store.search("heron") and not store.search("otter")
+    alone = create(client, name, "Remember the stork.")
+    client.responses.delete(alone.id)
+    with Conversations(folders().conversations) as store:
+        assert not store.search("stork") and not store.list_sessions(search="stork")
+
+
 def test_instructions_are_not_carried_over(client: openai.OpenAI, name: str) -> None:
     first = create(client, name, LONG, instructions="Be brief.")
     second = create(client, name, "And?", previous_response_id=first.id)

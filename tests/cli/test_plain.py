@@ -69,6 +69,7 @@ def test_commands_change_a_conversation(
         "/save",
         "/why 1",
         "/cache",
+        "/status",
         "/model",
         "/branch",
         "/branch 2",
@@ -89,6 +90,8 @@ def test_commands_change_a_conversation(
         "1  the current one: fourth",
         "parts at turn 2",
         "are on the disk",
+        "computing in this process, ",
+        " tokens in memory",
     ):
         assert line in done.err, line
     assert "computed" in done.err.partition("first.md\n")[2]

@@ -80,6 +80,7 @@ class ScriptedChat:
     """See `chatkv.client.Chat`. Its turns are kept in a real store."""
 
     is_shared = True
+    blocks = None
 
     def __init__(self, script: Script, request: ChatRequest) -> None:
         self._script, self._store = script, script.store
@@ -102,6 +103,9 @@ class ScriptedChat:
     @property
     def turns(self) -> list[TurnText]:
         return [TurnText.of(turn) for turn in self._store.chain(self.session)]
+
+    def status(self) -> dict[str, Any]:
+        return {"pid": 1}
 
     def send(
         self, text: str, options: TurnOptions, listener: Listener, system: str | None = None

@@ -105,7 +105,7 @@ def script(store: Conversations) -> Script:
 def tui(
     script: Script, store: Conversations, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., AbstractAsyncContextManager[Tui]]:
-    """`tui(request, size=(100, 30), **start)` -> a running chat."""
+    """`tui(request, size=(100, 30), **start)` -> a running chat; `connect` may be another."""
     for name in ("WAYLAND_DISPLAY", "DISPLAY", "TMUX"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -116,7 +116,7 @@ def tui(
     ) -> AsyncIterator[Tui]:
         library = Library(store.path)
         given = Start(
-            script.connect,
+            start.pop("connect", script.connect),
             library,
             request or ChatRequest(),
             copy_to=tmp_path / "copied.txt",

@@ -32,7 +32,8 @@ async def test_commands_about_a_conversation(
 ) -> None:
     async with tui(
         explain=lambda session, turn: [f"why turn {turn}"],
-        coverage=lambda session: ["all of it is stored"],
+        coverage=lambda session, opened: ["all of it is stored"],
+        state=lambda found: [f"computing in process {found['pid']}"],
     ) as chat:
         await chat.idle()
         for command in ("/edit", "/fork", "/regen", "/undo", "/why", "/copy", "/save", "/continue"):
@@ -69,6 +70,8 @@ async def test_commands_about_a_conversation(
         assert "why turn 2" in chat.text("#timeline-text")
         await chat.enter("/cache")
         await chat.until(lambda: chat.notices[-1] == "all of it is stored")
+        await chat.enter("/status")
+        await chat.until(lambda: chat.notices[-1] == "computing in process 1")
 
         await chat.enter("/save")
         assert "# hello" in (tmp_path / "hello.md").read_text()
