@@ -27,9 +27,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "store")]
 
 from bench_common import machine, say, versions  # noqa: E402
-from cluster import Cluster, Link, Ran, Rates, Send, simulate  # noqa: E402
+from cluster import simulate  # noqa: E402
+from cluster_check import NotMeasured, compare  # noqa: E402
+from cluster_parts import Cluster, Link, Ran, Rates, Send  # noqa: E402
 from replay import cost_arguments, cost_of, percentile  # noqa: E402
-from traces import TraceConversation, TraceSpec, generate  # noqa: E402
+from traces import (  # noqa: E402
+    MEAN_PROMPT_TOKENS,
+    TraceConversation,
+    TraceSpec,
+    generate,
+)
 
 from chatkv.restore.cost import CostModel  # noqa: E402
 
@@ -215,11 +222,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--shared-store", action="store_true", help="prefill workers can read what was said"
     )
+    parser.add_argument(
+        "--prompt-tokens", type=float, default=MEAN_PROMPT_TOKENS, help="of a turn, on average"
+    )
     parser.add_argument("--minutes", type=float, default=30.0, help="in which they begin")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ttft-s", type=float, default=2.0)
     parser.add_argument("--tpot-s", type=float, default=0.1)
     parser.add_argument("--share", type=float, default=0.9, help="of the turns that keep to both")
+    parser.add_argument(
+        "--check", type=Path, metavar="FILE", help="beside a report of bench_disaggregation.py"
+    )
     given = parser.parse_args(arguments)
     if given.workers < 2 or min(given.link_mb_s) <= 0:
         parser.error("give at least two workers, and links that carry something")
@@ -227,7 +240,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     default, steps, kv_bytes = (
         measured() if given.measure else (CostModel(), STEP_S, KV_BYTES_PER_TOKEN)
     )
-    rates = Rates(cost_of(parser, given, default), given.step_ms or steps)
+    cost = cost_of(parser, given, default)
+    if given.check:
+        check(given.check, cost)
+        return
+    rates = Rates(cost, given.step_ms or steps)
     link = Link(0.0, given.link_delay_ms / 1e3)
     send: Send = given.send
     cluster = Cluster(
@@ -239,7 +256,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def traced(per_hour: float) -> list[TraceConversation]:
         # Without absences of hours: a load is to be held, not to be waited for.
         size = max(1, round(per_hour * hours))
-        return generate(TraceSpec(size, given.seed, conversations_per_hour=per_hour, away_odds=0.0))
+        return generate(
+            TraceSpec(
+                size,
+                given.seed,
+                conversations_per_hour=per_hour,
+                prompt_tokens=given.prompt_tokens,
+                away_odds=0.0,
+            )
+        )
 
     links = given.link_mb_s[:1] if given.quick else given.link_mb_s
     rows = []
@@ -247,6 +272,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         say(f"{one.name}, {one.link.bytes_per_s / 1e6:g} MB/s ...")
         rows.append(goodput(one, traced, limits, 1.15 if given.quick else 1.03))
     report(given.json, rates, cluster, limits, rows)
+
+
+def check(file: Path, cost: CostModel) -> None:
+    """What is simulated of a report's workload, beside what was measured."""
+    try:
+        compared = compare(json.loads(file.read_text(encoding="utf-8")), cost)
+    except (OSError, ValueError, KeyError, NotMeasured) as error:
+        raise SystemExit(f"{file}: {error}") from None
+    width = max(len(one.name) for one in compared)
+    for one in compared:
+        print(
+            f"{one.name.ljust(width)}  simulated {one.simulated:7.0f} ms  "
+            f"measured {one.measured:7.0f} ms  {one.error:+.0%}"
+        )
 
 
 def report(

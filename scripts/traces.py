@@ -79,6 +79,7 @@ class TraceSpec:
     seed: int = 0
     conversations_per_hour: float = 30.0
     max_tokens: int = 32768  # of a log: a conversation ends with the turn that still fits
+    prompt_tokens: float = MEAN_PROMPT_TOKENS  # on average
     num_systems: int = 3
     system_tokens: int = 300
     think_s: float = 40.0  # median, within a sitting
@@ -106,7 +107,7 @@ def _turns(random: Random, spec: TraceSpec) -> Sequence[TraceTurn]:
     turns: list[TraceTurn] = []
     room = spec.max_tokens - spec.system_tokens
     for index in range(_num_turns(random)):
-        prompt = _log_normal(random, MEAN_PROMPT_TOKENS, PROMPT_SIGMA)
+        prompt = _log_normal(random, spec.prompt_tokens, PROMPT_SIGMA)
         reply = _log_normal(random, MEAN_REPLY_TOKENS, REPLY_SIGMA)
         think_s = _think_s(random, spec)
         room -= prompt + reply

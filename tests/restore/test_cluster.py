@@ -16,7 +16,10 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
 import simulate_cluster
-from cluster import MAX_STALL, Cluster, Link, Rates, Request, serve, simulate
+from cluster import serve, simulate
+from cluster_check import NotMeasured, compare
+from cluster_parts import Cluster, Link, Rates, Request
+from cluster_workers import MAX_STALL
 from traces import TraceSpec, generate
 
 from chatkv.engine.budget import CHUNK_TOKENS
@@ -56,7 +59,9 @@ def test_every_turn_is_answered_once_and_in_order(cluster: Cluster) -> None:
     assert seen == wanted
     for one in ran.requests:
         assert one.arrived_s <= one.began_s < one.kv_s <= one.first_s <= one.last_s < math.inf
-    assert sum(count for _, count in ran.gaps) == sum(one.reply_tokens - 1 for one in ran.requests)
+    assert sum(count for _, _, count in ran.gaps) == sum(
+        one.reply_tokens - 1 for one in ran.requests
+    )
     assert ran.ended_s == max(one.last_s for one in ran.requests)
     busy_s = ran.prefill_busy_s + ran.decode_busy_s
     assert busy_s <= cluster.num_workers * ran.ended_s
@@ -104,10 +109,10 @@ def test_a_prompt_beside_an_answer_stalls_it_by_no_more_than_is_allowed() -> Non
     running = Request(0, 0.0, 0, 1, 1000)
     prompt = Request(1, 5.0, 0, 2000, 1)
     ran = serve(TOGETHER, [running, prompt])
-    assert max(gap for gap, _ in ran.gaps) <= 0.02 * MAX_STALL + 0.007  # 16 tokens at the least
+    assert max(gap for _, gap, _ in ran.gaps) <= 0.02 * MAX_STALL + 0.007  # 16 tokens at the least
     assert prompt.ttft_s > 2 * (0.01 + 2.0)  # of each step, a third is its own
     apart = serve(APART, [replace(running), replace(prompt)])
-    assert max(gap for gap, _ in apart.gaps) <= RATES.decode_s(2)
+    assert max(gap for _, gap, _ in apart.gaps) <= RATES.decode_s(2)
 
 
 def test_a_faster_link_holds_nobody_up() -> None:
@@ -152,6 +157,38 @@ def test_steps_between_those_that_were_measured(num: int, expected: float) -> No
     assert RATES.decode_s(num) * 1e3 == pytest.approx(expected, rel=1e-4)
     assert Rates(COST, {4: 0.04}).decode_s(2) == 0.04
     assert Rates(COST, {4: 0.04}).decode_s(8) == pytest.approx(0.08)
+
+
+def test_it_is_held_against_what_two_processes_did(tmp_path: Path) -> None:
+    """A report in which everything went as it is simulated."""
+
+    def figure(name: str, value: float, baseline: float | None = None) -> dict[str, object]:
+        return {"name": name, "value": value, "baseline": baseline}
+
+    wired = "apart over the wire"
+    figures = [
+        figure("TPOT p99 without prompts, one core", 40, 30),
+        figure("KV per token", 50_000),
+        figure("KV moved per prompt", 50),  # MB: of 1000 tokens
+        figure("prefill on one core", 500),
+        figure("KV out of one pool into another, verified", 1),
+        figure(f"TPOT p50 while prompts are read, {wired}", 40, 45),
+        figure(f"TTFT of a prompt, {wired}", 2060, 4000),
+    ]
+    cost = CostModel(prefill_fixed_s=0, prefill_s_per_token=1e-3, prefill_s_per_token_pair=0)
+    found = {one.name: one for one in compare({"figures": figures}, cost)}
+    assert found[f"TPOT p50 while prompts are read, {wired}"].error == pytest.approx(0, abs=1e-6)
+    assert found["TPOT p50 while prompts are read, together"].error == pytest.approx(0, abs=0.03)
+    # One core reads 500 tokens a second, then a step of three.
+    assert found[f"TTFT of a prompt, {wired}"].simulated == pytest.approx(2000, abs=110)
+    assert found["TTFT of a prompt, together"].simulated == pytest.approx(3000, rel=0.1)
+    for missing in range(len(figures)):
+        with pytest.raises(NotMeasured):
+            compare({"figures": figures[:missing] + figures[missing + 1 :]}, cost)
+    report = tmp_path / "apart.json"
+    report.write_text(json.dumps({"figures": figures[1:]}))
+    with pytest.raises(SystemExit, match="no value of 'TPOT p99"):
+        simulate_cluster.main(["--check", str(report)])
 
 
 def test_the_script_finds_the_load_that_each_cluster_bears(
