@@ -28,13 +28,13 @@ class TurnRecord:
     load_model_ms: float
     finish: FinishReason = "interrupted"
     restored: Restored | None = None
-    num_computed: int = 0
     last_logits: Tensor | None = None
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     was_preempted: bool = False  # its times are those of others too
     _began: float = field(default_factory=_now)
     _restored_at: float | None = None
     _prefilled_at: float | None = None
+    _num_cached: int = 0
     _token_times: list[float] = field(default_factory=list)
 
     def restore_done(self, restored: Restored) -> None:
@@ -43,11 +43,18 @@ class TurnRecord:
     def chunk_done(self, num_cached: int) -> None:
         """A prefill chunk is computed: num_cached tokens now have their KV."""
         self._prefilled_at = _now()
-        if self.restored is not None:
-            self.num_computed = num_cached - self.restored.reused - self.restored.num_loaded
+        self._num_cached = num_cached
 
     def token_done(self) -> None:
         self._token_times.append(_now())
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose KV prefill has computed. Right once the load has ended: one by layers may
+        say what it brought only after prefill on it is done."""
+        if self.restored is None:
+            return 0
+        return max(0, self._num_cached - self.restored.reused - self.restored.num_loaded)
 
     @property
     def plan(self) -> Plan:

@@ -17,6 +17,9 @@ from chatkv.engine.options import SamplingOptions
 from chatkv.paths import folders
 from chatkv.restore import restorer
 from chatkv.restore.layers import Arrived, LayerLoad, OnGroup
+from chatkv.restore.plan import Plan
+from chatkv.restore.restorer import Restored
+from chatkv.session.record import TurnRecord
 from chatkv.session.turn import Listener, TurnOptions
 from chatkv_store import layout as layouts
 from chatkv_store.blocks import BlockStore
@@ -126,6 +129,21 @@ def test_where_others_would_wait_too_the_end_of_the_load_is_waited_for() -> None
     loading.end(300)
     assert gap.result() == (300, 400)
     assert loading.load.wait_layer is None
+
+
+def test_a_load_that_says_last_what_it_brought_is_counted_once() -> None:
+    """Its last layer has come, and prefill is done, before its thread gets to say so."""
+    loading, record = Loading(0, 300), TurnRecord(0.0)
+    record.restore_done(Restored(Plan("reload", 0.0), 0, arriving=loading.load))
+    loading.load.next_gap(0, 400, 512)
+    for group in range(2):
+        loading.group(group, 300)
+    loading.wait(5).result()
+    record.chunk_done(400)
+    loading.end(300)
+    loading.load.close()
+    counts = record.tokens(0)
+    assert (counts.prompt, counts.loaded, counts.computed) == (400, 300, 100)
 
 
 # --- with a real model and a real store -----------------------------------------------------------
