@@ -19,7 +19,6 @@ from chatkv.engine.device import Device, choose_device
 from chatkv.engine.draft_model import draft_engine
 from chatkv.engine.engine import Engine
 from chatkv.engine.ledger import Ledger
-from chatkv.engine.needs import keeps_dense
 from chatkv.engine.on_device import engine_on
 from chatkv.engine.pool import BLOCK_TOKENS, BlockPool
 from chatkv.errors import ChatkvError, ModelError
@@ -298,7 +297,6 @@ class Runtime:
                 config,
                 weights,
                 max_position=self._max_tokens(),
-                keeps_dense=keeps_dense(config, dtype.itemsize, available_bytes()),
                 few_rows=MeasuredRows(self.folders.cache, dtype),
             )
             num_blocks = -(-self._memory_tokens() // BLOCK_TOKENS)

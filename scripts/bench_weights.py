@@ -104,7 +104,7 @@ def one_b(kind: Quantised | None, folder: Path, context: int) -> Decoder:
             layer[part] = quantise(made, kind) if quantised and kind else made.bfloat16()
         weights[name] = layer[part]
     few_rows = MeasuredRows(folder, TORCH_DTYPES["bfloat16"])
-    return Decoder(ONE_B, weights, context, few_rows=few_rows, keeps_dense=kind is None)
+    return Decoder(ONE_B, weights, context, few_rows=few_rows)
 
 
 def talks(

@@ -91,7 +91,6 @@ def show(
             "context": context,
             "sessions": sessions,
             "weights_bytes": needs.weights,
-            "dense_bytes": needs.dense,
             "work_bytes": needs.work,
             "kv_bytes": needs.kv,
             "total_bytes": needs.total,
@@ -204,7 +203,6 @@ def _tell(output: Output, values: dict[str, Any], known: KnownModel | None, need
     output.fields(
         [
             ("weights", size(needs.weights)),
-            *([("dense, for prefill", size(needs.dense))] if needs.dense else []),
             ("a step's work", size(needs.work)),
             ("KV", size(needs.kv)),
             ("together", size(needs.total)),

@@ -5,8 +5,7 @@ Pure arithmetic over shapes: nothing is loaded. On a GPU the ledger's rules hold
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import dataclass
 
 from chatkv.engine.budget import CHUNK_TOKENS
 from chatkv.engine.ledger import SPARE_SHARE, activation_bytes, block_bytes, ledger, weight_bytes
@@ -16,14 +15,10 @@ from chatkv.model.quantise import GROUP, is_quantised
 from chatkv.model.weights import expected_shapes
 from chatkv_kernels.linear_quantised import RUN, RUN_WORDS
 
-# Quantised weights lie in main memory dense as well where that takes no more of what is free.
-DENSE_SHARE = 0.125
-
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes. `dense` is what quantised projections take once more, for prefill (`keeps_dense`);
-    `work` is what a step computes with; `room` is what KV may take here beside the rest,
+    """Bytes. `work` is what a step computes with; `room` is what KV may take here beside the rest,
     and `num_sessions` how many conversations of the length that holds."""
 
     weights: int
@@ -31,11 +26,10 @@ class Needs:
     kv: int
     room: int
     num_sessions: int
-    dense: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.dense + self.work + self.kv
+        return self.weights + self.work + self.kv
 
     @property
     def fits(self) -> bool:
@@ -61,21 +55,7 @@ def needs_on_cpu(
     saved = _saved_bytes(config, itemsize, asked.weights)
     weights = weight_bytes(config, itemsize) - saved
     work = activation_bytes(config, itemsize, CHUNK_TOKENS, 1)
-    needs = _needs(config, itemsize, asked, weights, work, int(free_bytes * share))
-    if not saved or not keeps_dense(config, itemsize, free_bytes):
-        return needs
-    return replace(needs, dense=projection_bytes(config, itemsize))
-
-
-def projection_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Of the weights that can be quantised, while they are not."""
-    shapes = expected_shapes(config)
-    return itemsize * sum(prod(shape) for name, shape in shapes.items() if is_quantised(name))
-
-
-def keeps_dense(config: ModelConfig, itemsize: int, free_bytes: int) -> bool:
-    """Whether quantised projections lie in main memory dense as well, as prefill wants them."""
-    return projection_bytes(config, itemsize) <= DENSE_SHARE * free_bytes
+    return _needs(config, itemsize, asked, weights, work, int(free_bytes * share))
 
 
 def needs_on_gpu(

@@ -44,7 +44,6 @@ def engine_on(
         device,
         fused=True,
         on_progress=on_progress,
-        keeps_dense=False,
     )
     engine = Engine(decoder, PagedPool(config, num_blocks, dtype, device))
     assert isinstance(engine.runner, PagedRunner)

@@ -30,8 +30,8 @@ class Decoder:
     weights: tensors under their HF checkpoint names, all of one dtype or quantised; max_position:
     how many positions the rotary tables cover; fused: norms and gates are those of
     `chatkv_kernels`, by default everywhere but on a CPU, where the library's own are faster.
-    few_rows, keeps_dense: of quantised ones, see `QuantisedLinear`. on_progress(done, total) is
-    told of each layer whose weights are on the device.
+    few_rows: of quantised ones, see `QuantisedLinear`. on_progress(done, total) is told of each
+    layer whose weights are on the device.
     """
 
     def __init__(
@@ -42,13 +42,12 @@ class Decoder:
         device: torch.device | str = "cpu",
         fused: bool | None = None,
         on_progress: Callable[[int, int], None] | None = None,
-        keeps_dense: bool = True,
         few_rows: FewRows = always_few,
     ) -> None:
         self.config = config
         self.device = torch.device(device)
         fused = self.device.type != "cpu" if fused is None else fused
-        made = _Weights(weights, self.device, keeps_dense, few_rows)
+        made = _Weights(weights, self.device, few_rows)
         embedding = made.tensor("model.embed_tokens.weight")
         self.dtype = embedding.dtype
         self.embedding = embedding
@@ -92,14 +91,9 @@ class _Weights:
     """Weights by name, on their device, as what computes with them."""
 
     def __init__(
-        self,
-        weights: Mapping[str, Weight],
-        device: torch.device,
-        keeps_dense: bool,
-        few_rows: FewRows,
+        self, weights: Mapping[str, Weight], device: torch.device, few_rows: FewRows
     ) -> None:
-        self._weights, self._device = weights, device
-        self._keeps_dense, self._few_rows = keeps_dense, few_rows
+        self._weights, self._device, self._few_rows = weights, device, few_rows
 
     def tensor(self, name: str) -> Tensor:
         return dense_weight(self._weights[name]).to(self._device)
@@ -113,7 +107,7 @@ class _Weights:
             return Linear(torch.cat([self.tensor(f"{name}.weight") for name in names]), bias)
         joined = to_device(join(quantised), self._device)
         dtype = self.tensor("model.norm.weight").dtype
-        return QuantisedLinear(joined, bias, dtype, self._keeps_dense, self._few_rows)
+        return QuantisedLinear(joined, bias, dtype, self._few_rows)
 
 
 class _Layer:

@@ -1,10 +1,9 @@
-"""Up to how many rows a packed matrix is multiplied faster than a dense one: measured once for
-each shape, remembered for this CPU, number of threads and version of torch."""
+"""Up to how many rows a packed matrix is multiplied faster than one made dense on the way: measured
+once for each shape, remembered for this CPU, number of threads and version of torch."""
 
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import torch
@@ -12,12 +11,11 @@ import torch
 from chatkv.model.dtype import cpu_key, read_note
 from chatkv.model.quantise import QuantisedWeight
 from chatkv.model.quantised_linear import Product
+from chatkv.model.timing import compare
 from chatkv.paths import write_note
 from chatkv_kernels.linear_quantised import Weight4
 
-_ROWS = (1, 2, 3, 4, 8, 16)
-_REPEATS = 5
-_CACHE_BYTES = 64 << 20  # no CPU's cache for one core holds what a decode step reads
+_ROWS = (1, 2, 3, 4, 8, 16, 32)
 # What is remembered decides how numbers are rounded, so packed has to be clearly faster.
 _WORTH = 1.1
 
@@ -30,7 +28,7 @@ class MeasuredRows:
         self._machine = cpu_key()
         self._known = read_note(self._path)
 
-    def __call__(self, weight: QuantisedWeight, packed: Product, dense: Product) -> int:
+    def __call__(self, weight: QuantisedWeight, packed: Product, many: Product) -> int:
         if isinstance(weight, Weight4):
             num_out, num_in, kind = weight.codes.shape[1], weight.num_inputs, "int4"
         else:
@@ -40,31 +38,23 @@ class MeasuredRows:
         dtype = str(self._dtype).removeprefix("torch.")
         if self._dtype != torch.bfloat16:
             dtype += " through bfloat16"  # as `cpu_product` does it
-        key = f"{self._machine}/{dtype}/{kind}/{num_out}x{num_in}"
+        key = f"{self._machine}/{dtype}/tiles/{kind}/{num_out}x{num_in}"
         known = self._known.get(key)
-        if not isinstance(known, int):
-            known = self._known[key] = self._measured(num_in, packed, dense)
-            write_note(self._path, json.dumps(self._known, indent=1))
-        return known
+        if isinstance(known, int):
+            return known
+        rows = self._measured(num_in, packed, many)
+        # Another process may have been measuring, too: one of the results counts for both.
+        self._known = {key: rows} | read_note(self._path)
+        write_note(self._path, json.dumps(self._known, indent=1))
+        return int(self._known[key])
 
     @torch.inference_mode()
-    def _measured(self, num_inputs: int, packed: Product, dense: Product) -> int:
+    def _measured(self, num_inputs: int, packed: Product, many: Product) -> int:
         most = 0
-        others = torch.zeros(_CACHE_BYTES, dtype=torch.uint8)
         for rows in _ROWS:
             x = torch.randn(rows, num_inputs, dtype=self._dtype)
-            if _WORTH * _seconds(packed, x, others) > _seconds(dense, x, others):
+            few_s, many_s = compare([lambda: packed(x), lambda: many(x)]).seconds  # noqa: B023
+            if _WORTH * few_s > many_s:
                 break
             most = rows
         return most
-
-
-def _seconds(product: Product, x: torch.Tensor, others: torch.Tensor) -> float:
-    """The best of several, each after as much else was read as a decode step reads."""
-    best = float("inf")
-    for _ in range(_REPEATS):
-        others.add_(1)
-        began = time.perf_counter()
-        product(x)
-        best = min(best, time.perf_counter() - began)
-    return best

@@ -1,8 +1,8 @@
 """A matrix of the decoder whose weights take 8 or 4 bits.
 
-A decode step reads every weight once per token, so fewer bytes are speed; prefill is bound by
-arithmetic and wants them whole. So a few rows go to a kernel for packed weights, and more to the
-dense product, where there is room to keep that too.
+A decode step reads every weight once per token, so fewer bytes are speed: a few rows go to a kernel
+for packed weights. Prefill is bound by arithmetic: many rows go to a product that makes the weights
+dense on the way.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chatkv.model.linear import Linear
 from chatkv.model.quantise import QuantisedWeight
+from chatkv.model.tiled_product import TiledProduct
 from chatkv_kernels.linear import MAX_ROWS
 from chatkv_kernels.linear_quantised import (
     Weight4,
     Weight8,
+    codes_int4,
     dequantise_weight_8,
     dequantise_weight_int4,
     linear_fp8,
@@ -32,12 +33,12 @@ Product = Callable[[Tensor], Tensor]
 
 
 class FewRows(Protocol):
-    """How many rows, from one on, a matrix multiplies faster packed than dense."""
+    """How many rows, from one on, a matrix multiplies faster packed than dense on the way."""
 
-    def __call__(self, weight: QuantisedWeight, packed: Product, dense: Product) -> int: ...
+    def __call__(self, weight: QuantisedWeight, packed: Product, many: Product) -> int: ...
 
 
-def always_few(weight: QuantisedWeight, packed: Product, dense: Product) -> int:
+def always_few(weight: QuantisedWeight, packed: Product, many: Product) -> int:
     """`FewRows` without measuring."""
     return 1
 
@@ -45,8 +46,8 @@ def always_few(weight: QuantisedWeight, packed: Product, dense: Product) -> int:
 class QuantisedLinear:
     """y = x Wᵀ + b, as `Linear`, of x's dtype; W is of [out_features, in_features].
 
-    keeps_dense: whether W lies in memory in `dtype` too; few_rows: how many rows are few on a CPU
-    then. A row's result does not depend on the other ones, but on whether they are few.
+    few_rows: how many rows are few on a CPU. A row's result does not depend on the other ones, but
+    on whether they are few.
     """
 
     def __init__(
@@ -54,28 +55,21 @@ class QuantisedLinear:
         weight: QuantisedWeight,
         bias: Tensor | None,
         dtype: torch.dtype,
-        keeps_dense: bool,
         few_rows: FewRows,
     ) -> None:
         self.bias = bias
-        on_cpu = weight.codes.device.type == "cpu"
-        packed = cpu_product(weight, dtype) if on_cpu else partial(_device_product, weight)
-        if keeps_dense:
-            self._dense: Product = Linear(dequantised(weight, dtype))
-        elif on_cpu and packed is not None:
-            self._dense = packed  # twice as slow as a dense product of many rows, making one 10x
-        else:
-            self._dense = partial(_dequantised_product, weight)
-        self._packed = packed or self._dense
-        if not on_cpu:
+        if weight.codes.device.type != "cpu":
+            self._packed: Product = partial(_device_product, weight)
+            self._many: Product = partial(_dequantised_product, weight)
             self._most = MAX_ROWS
-        elif packed is None or not keeps_dense:
-            self._most = 0
-        else:
-            self._most = few_rows(weight, packed, self._dense)
+            return
+        packed = cpu_product(weight, dtype)
+        self._many = TiledProduct(weight, dtype)
+        self._packed = packed or self._many
+        self._most = few_rows(weight, packed, self._many) if packed is not None else 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = self._packed(x) if len(x) <= self._most else self._dense(x)
+        out = self._packed(x) if len(x) <= self._most else self._many(x)
         return out if self.bias is None else out.add_(self.bias)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -125,8 +119,7 @@ def _int8_product(weight: Weight8, dtype: torch.dtype) -> Product:
 def _int4_product(weight: Weight4) -> Product | None:
     if weight.codes.shape[1] % 16 or weight.num_inputs % weight.group_size:
         return None
-    one = weight._replace(scales=torch.ones_like(weight.scales), zeros=None)
-    codes = dequantise_weight_int4(one, torch.float32).to(torch.int32) + 8
+    codes = codes_int4(weight).to(torch.int32)
     scales = weight.scales.float()
     shifts = 0 * scales if weight.zeros is None else scales * (8 - weight.zeros.float())
     return _groups_product(codes, scales, shifts, weight.group_size)

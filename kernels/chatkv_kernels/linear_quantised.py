@@ -136,16 +136,20 @@ def dequantise_weight_8(weight: Weight8, dtype: torch.dtype) -> Tensor:
     return numbers.to(dtype)
 
 
+def codes_int4(weight: Weight4) -> Tensor:
+    """Codes 0..15 as uint8, [out, in]."""
+    places = torch.arange(0, 16, 4, dtype=torch.int16, device=weight.codes.device)[:, None]
+    codes = (weight.codes.transpose(0, 1)[:, :, None] >> places).bitwise_and_(15)
+    return codes.to(torch.uint8).flatten(1)[:, : weight.num_inputs]
+
+
 def dequantise_weight_int4(weight: Weight4, dtype: torch.dtype) -> Tensor:
     """[out, in] of `dtype`."""
 
     def of_inputs(numbers: Tensor) -> Tensor:
         return numbers.T.repeat_interleave(weight.group_size, 1)[:, : weight.num_inputs]
 
-    places = torch.arange(0, 16, 4, dtype=torch.int16, device=weight.codes.device)[:, None]
-    codes = (weight.codes.transpose(0, 1)[:, :, None] >> places).flatten(1).bitwise_and_(15)
-    numbers = codes[:, : weight.num_inputs].to(torch.promote_types(dtype, torch.float32))
-    del codes  # matrices are large: no step keeps what the one before it made
+    numbers = codes_int4(weight).to(torch.promote_types(dtype, torch.float32))
     numbers -= 8 if weight.zeros is None else of_inputs(weight.zeros)
     numbers *= of_inputs(weight.scales)
     return numbers.to(dtype)

@@ -20,6 +20,7 @@ from chatkv.model.gguf_packed import unpack, weight4
 from chatkv.model.prepared import PreparedModel, Quantised, prepare
 from chatkv.model.quantise import QuantisedWeight, join, quantise
 from chatkv.model.quantised_linear import QuantisedLinear, cpu_product, dequantised
+from chatkv.model.tiled_product import TILE, TiledProduct
 from chatkv.model.weights import load_weights
 from chatkv.session.predictions import TextOnModel
 from chatkv_kernels.linear_quantised import Weight8, dequantise_weight_int4
@@ -77,30 +78,27 @@ def test_a_weight_is_near_what_it_was(kind: Quantised) -> None:
 
 
 def product_of(
-    kind: Quantised, dtype: torch.dtype, keeps_dense: bool, most: int, has_bias: bool = True
+    kind: Quantised, dtype: torch.dtype, most: int
 ) -> tuple[QuantisedLinear, torch.Tensor, torch.Tensor]:
     """A matrix [48, 64], its weights as stored, and its bias."""
     generator = torch.Generator().manual_seed(2)
     parts = [quantise(torch.randn(size, 64, generator=generator), kind) for size in (32, 16)]
     bias = torch.randn(48, generator=generator).to(dtype)
     joined = join(parts)
-    linear = QuantisedLinear(
-        joined, bias if has_bias else None, dtype, keeps_dense, lambda *_: most
-    )
+    linear = QuantisedLinear(joined, bias, dtype, lambda *_: most)
     return linear, dequantised(joined, torch.float64), bias
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("keeps_dense", [True, False])
-def test_products_agree(kind: Quantised, dtype: torch.dtype, keeps_dense: bool) -> None:
-    linear, weight, bias = product_of(kind, dtype, keeps_dense, most=4)
+def test_products_agree(kind: Quantised, dtype: torch.dtype) -> None:
+    linear, weight, bias = product_of(kind, dtype, most=4)
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(3)).to(dtype)
     wanted = x.double() @ weight.T + bias.double()
     exact, rounded = (2e-5 if dtype == torch.float32 else 0.3), 0.3  # of up to 24
     has_kernel = kind != "fp8"
     for rows in (1, 2, 4, 5, 9):
-        is_packed = has_kernel and (rows <= 4 or not keeps_dense)
+        is_packed = has_kernel and rows <= 4
         tolerance = rounded if is_packed else exact  # those kernels round to bfloat16
         assert torch.allclose(linear(x[:rows]).double(), wanted[:rows], rtol=0, atol=tolerance)
     tolerance = rounded if has_kernel else exact
@@ -111,10 +109,36 @@ def test_products_agree(kind: Quantised, dtype: torch.dtype, keeps_dense: bool) 
     assert torch.equal(residual, before)
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "int8 in groups"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("inputs", [40, 160])
+def test_many_rows_are_multiplied_with_the_same_numbers(
+    kind: Any, dtype: torch.dtype, inputs: int
+) -> None:
+    """Of a matrix of several tiles, the last one narrower, whose inputs are no whole run."""
+    generator = torch.Generator().manual_seed(6)
+    rows = torch.randn(2 * TILE + 48, inputs, generator=generator)
+    if kind in KINDS:
+        weight = quantise(rows, kind)
+    else:
+        scales = torch.rand(-(-inputs // 16), len(rows), generator=generator).half() / 127
+        weight = Weight8((rows * 40).to(torch.int8), scales, 16)
+    x = torch.randn(5, inputs, generator=generator).to(dtype)
+    wanted = x.double() @ dequantised(weight, torch.float64).T
+    got = TiledProduct(weight, dtype)(x)
+    assert got.dtype == dtype and got.shape == wanted.shape
+    assert torch.allclose(
+        got.double(),
+        wanted,
+        rtol=1e-6 if dtype == torch.float32 else 0.01,
+        atol=1e-4 if dtype == torch.float32 else 0.1,
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_a_row_does_not_depend_on_the_others(kind: Quantised, dtype: torch.dtype) -> None:
-    linear, _, _ = product_of(kind, dtype, True, most=8)
+    linear, _, _ = product_of(kind, dtype, most=8)
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(4)).to(dtype)
     whole = linear(x)
     for rows in (1, 2, 3, 8):
@@ -224,15 +248,9 @@ def test_a_model_says_what_its_dequantised_weights_say(
     model = prepared(tiny_checkpoint(name), tmp_path, kind)
     whole = logits(Decoder(model.config, matrices(model)))
     largest = float(whole.abs().max())
-    for most, keeps_dense, tolerance in ((0, True, 1e-5), (4, True, 0.05), (4, False, 0.05)):
-        decoder = Decoder(
-            model.config,
-            load_weights(model),
-            keeps_dense=keeps_dense,
-            few_rows=lambda *_, most=most: most,
-        )
-        found = logits(decoder)
-        assert (found - whole).abs().max() <= tolerance * largest
+    for most, tolerance in ((0, 1e-5), (4, 0.05)):
+        decoder = Decoder(model.config, load_weights(model), few_rows=lambda *_, most=most: most)
+        assert (logits(decoder) - whole).abs().max() <= tolerance * largest
 
 
 def logits(decoder: Decoder) -> torch.Tensor:
@@ -248,22 +266,22 @@ def test_how_many_rows_are_few_is_remembered(
     weight = quantise(torch.randn(32, 64, generator=torch.Generator().manual_seed(5)), "int4")
     slow = torch.zeros(4_000_000)
 
-    def dense(x: torch.Tensor) -> torch.Tensor:
+    def many(x: torch.Tensor) -> torch.Tensor:
         return x if len(x) > 3 else slow.cos()
 
     def packed(x: torch.Tensor) -> torch.Tensor:
         return slow.cos() if len(x) > 3 else x
 
     rows = MeasuredRows(tmp_path, torch.float32)
-    assert rows(weight, packed, dense) == 3
-    assert rows(weight, dense, packed) == 3  # of this shape and dtype it is known
-    assert MeasuredRows(tmp_path, torch.float32)(weight, dense, packed) == 3
-    assert MeasuredRows(tmp_path, torch.bfloat16)(weight, dense, packed) == 0
+    assert rows(weight, packed, many) == 3
+    assert rows(weight, many, packed) == 3  # of this shape and dtype it is known
+    assert MeasuredRows(tmp_path, torch.float32)(weight, many, packed) == 3
+    assert MeasuredRows(tmp_path, torch.bfloat16)(weight, many, packed) == 0
     (tmp_path / "rows.json").write_text("{")
-    assert MeasuredRows(tmp_path, torch.float32)(weight, packed, dense) == 3
+    assert MeasuredRows(tmp_path, torch.float32)(weight, packed, many) == 3
 
 
 def test_shapes_without_a_kernel_are_computed_dense() -> None:
     weight: QuantisedWeight = quantise(torch.ones(20, 64), "int4")
-    linear = QuantisedLinear(weight, None, torch.float32, False, lambda *_: pytest.fail("measured"))
+    linear = QuantisedLinear(weight, None, torch.float32, lambda *_: pytest.fail("measured"))
     assert torch.allclose(linear(torch.ones(1, 64)), torch.full((1, 20), 64.0), rtol=1e-3)
