@@ -18,7 +18,7 @@ from chatkv.engine.pool import BLOCK_TOKENS
 from chatkv.engine.runner import GRAPH_SIZES
 from chatkv.errors import ModelError
 from chatkv.model.config import ModelConfig
-from chatkv.model.quantise import is_quantised
+from chatkv.model.quantise import tensors_of
 from chatkv.model.weights import Weight, expected_shapes
 from chatkv.words import size
 
@@ -104,18 +104,13 @@ def weight_bytes(config: ModelConfig, itemsize: int) -> int:
 
 
 def saved_bytes(config: ModelConfig, weights: Mapping[str, Weight], itemsize: int) -> int:
-    """What projections take less than they would with itemsize bytes for each number. Where the
-    first one is not quantised, none is."""
-    shapes = expected_shapes(config)
-    names = [name for name in shapes if is_quantised(name)]
-    if not names or isinstance(weights[names[0]], Tensor):
-        return 0
+    """What quantised projections take less than they would with itemsize bytes for each number."""
     saved = 0
-    for name in names:
+    for name, shape in expected_shapes(config).items():
         weight = weights[name]
-        parts = [weight] if isinstance(weight, Tensor) else [*weight]
-        held = sum(part.nbytes for part in parts if isinstance(part, Tensor))
-        saved += prod(shapes[name]) * itemsize - held
+        if not isinstance(weight, Tensor):
+            held = sum(part.nbytes for part in tensors_of(weight))
+            saved += prod(shape) * itemsize - held
     return saved
 
 

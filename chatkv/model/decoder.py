@@ -16,8 +16,14 @@ from chatkv.model.batch import Attention, Batch, PagedBatch, Span, SpanBatch
 from chatkv.model.config import ModelConfig
 from chatkv.model.linear import Linear
 from chatkv.model.norm import RmsNorm
-from chatkv.model.quantise import join, to_device
-from chatkv.model.quantised_linear import FewRows, QuantisedLinear, always_few
+from chatkv.model.quantise import can_join, join, to_device
+from chatkv.model.quantised_linear import (
+    AnyLinear,
+    Beside,
+    FewRows,
+    QuantisedLinear,
+    always_few,
+)
 from chatkv.model.rope import RopeTable
 from chatkv.model.weights import Weight, dense_weight
 from chatkv_kernels.rms_norm import add_rms_norm
@@ -98,13 +104,15 @@ class _Weights:
     def tensor(self, name: str) -> Tensor:
         return dense_weight(self._weights[name]).to(self._device)
 
-    def linear(self, names: Sequence[str], has_bias: bool) -> Linear | QuantisedLinear:
-        """Matrices that read the same input, as one."""
+    def linear(self, names: Sequence[str], has_bias: bool) -> AnyLinear:
+        """Matrices that read the same input, as one, where they are stored alike."""
         bias = torch.cat([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
         matrices = [self._weights[f"{name}.weight"] for name in names]
         quantised = [one for one in matrices if not isinstance(one, Tensor)]
         if not quantised:
             return Linear(torch.cat([self.tensor(f"{name}.weight") for name in names]), bias)
+        if len(quantised) < len(names) or not can_join(quantised):
+            return Beside([self.linear([name], has_bias) for name in names])
         joined = to_device(join(quantised), self._device)
         dtype = self.tensor("model.norm.weight").dtype
         return QuantisedLinear(joined, bias, dtype, self._few_rows)
@@ -123,7 +131,7 @@ class _Layer:
     ) -> None:
         prefix = f"model.layers.{index}."
 
-        def joined(names: Sequence[str], has_bias: bool) -> Linear | QuantisedLinear:
+        def joined(names: Sequence[str], has_bias: bool) -> AnyLinear:
             return weights.linear([prefix + name for name in names], has_bias)
 
         def norm(name: str) -> RmsNorm:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from chatkv.model.dtype import cpu_key, read_note
-from chatkv.model.quantise import QuantisedWeight
+from chatkv.model.quantise import KernelWeight
 from chatkv.model.quantised_linear import Product
 from chatkv.model.timing import compare
 from chatkv.paths import write_note
@@ -28,7 +28,7 @@ class MeasuredRows:
         self._machine = cpu_key()
         self._known = read_note(self._path)
 
-    def __call__(self, weight: QuantisedWeight, packed: Product, many: Product) -> int:
+    def __call__(self, weight: KernelWeight, packed: Product, many: Product) -> int:
         if isinstance(weight, Weight4):
             num_out, num_in, kind = weight.codes.shape[1], weight.num_inputs, "int4"
         else:

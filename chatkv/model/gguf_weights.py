@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -12,11 +10,10 @@ import torch
 from chatkv.errors import ModelError
 from chatkv.model.config import ModelConfig
 from chatkv.model.gguf_file import GGUFFile
-from chatkv.model.gguf_packed import unpack, weight4
+from chatkv.model.gguf_packed import GGUF_LAYOUTS, packed_weight
 from chatkv.model.one_line import one_line
-from chatkv.model.tensor_file import TensorSource
+from chatkv.model.quantise import CodedSource, QuantisedWeight
 from chatkv.model.weights import expected_shapes
-from chatkv_kernels.linear_quantised import Weight4
 
 _OUTSIDE = {
     "token_embd": "model.embed_tokens",
@@ -40,14 +37,7 @@ _IN_LAYER = {
 _IGNORED = {"rope_freqs.weight"}
 
 
-@dataclass(frozen=True)
-class GGUFSource(TensorSource):
-    """`packed` gives a matrix of 4 bits as it is stored; None where it is stored in another way."""
-
-    packed: Callable[[], Weight4 | None] = lambda: None
-
-
-def tensor_sources(file: GGUFFile, config: ModelConfig) -> list[GGUFSource]:
+def tensor_sources(file: GGUFFile, config: ModelConfig) -> list[CodedSource]:
     """Every tensor that `config` asks for, to be dequantised to float32 when its turn comes.
 
     Raises ModelError for a missing, misshaped or unknown tensor.
@@ -89,7 +79,7 @@ def _hf_name(file: GGUFFile, name: str) -> str:
 
 def _source(
     file: GGUFFile, config: ModelConfig, name: str, shape: tuple[int, ...], tensor: Any
-) -> GGUFSource:
+) -> CodedSource:
     num_heads = 0
     if config.architecture == "llama":  # llama.cpp permutes this architecture's q and k alone
         if ".q_proj." in name:
@@ -97,14 +87,11 @@ def _source(
         elif ".k_proj." in name:
             num_heads = config.num_kv_heads
 
-    def packed() -> Weight4 | None:
-        found = unpack(tensor)
-        if found is None:
-            return None
-        codes, scales, least = found
-        if num_heads:
-            codes, scales, least = (unpermute(rows, num_heads) for rows in (codes, scales, least))
-        return weight4(codes, scales, least)
+    kind = str(tensor.tensor_type.name)
+
+    def packed() -> QuantisedWeight:
+        rows = tensor.data.reshape(shape[0], -1).view(numpy.uint8)
+        return packed_weight(kind, unpermute(rows, num_heads) if num_heads else rows)
 
     def load() -> torch.Tensor:
         import gguf
@@ -113,15 +100,15 @@ def _source(
             values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(numpy.float32)
         except (NotImplementedError, ValueError, KeyError) as error:
             raise ModelError(
-                f"{file.path}: {tensor.name} is stored as {tensor.tensor_type.name}, "
-                "which cannot be read"
+                f"{file.path}: {tensor.name} is stored as {kind}, which cannot be read"
             ) from error
         values = values.reshape(shape)
         if num_heads:
             values = unpermute(values, num_heads)
         return torch.from_numpy(numpy.ascontiguousarray(values))
 
-    return GGUFSource(name, shape, load, packed=packed)
+    layout = GGUF_LAYOUTS.get(kind) if len(shape) == 2 else None
+    return CodedSource(name, shape, load, None, layout, packed, kind)
 
 
 def unpermute(rows: numpy.ndarray[Any, Any], num_heads: int) -> numpy.ndarray[Any, Any]:

@@ -9,6 +9,7 @@ from chatkv.errors import ModelError
 from chatkv.model.catalog import read_json
 from chatkv.model.hf_config import config_from_hf
 from chatkv.model.one_line import one_line
+from chatkv.model.published.scheme import Scheme, scheme_of
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any]:
@@ -28,6 +29,13 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
         "special_tokens": _special_tokens(folder, tokenizer_config),
         "eos_ids": _eos_ids(folder, config),
     }
+
+
+def read_scheme(folder: Path) -> Scheme | None:
+    """How others have quantised the weights in `folder`; None where they are as computed with.
+    Raises ModelError."""
+    path = folder / "config.json"
+    return scheme_of(read_json(path), str(path))
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

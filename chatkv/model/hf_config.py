@@ -13,6 +13,7 @@ from typing import Any
 from chatkv.errors import ModelError
 from chatkv.model.config import ModelConfig, RopeScaling
 from chatkv.model.one_line import one_line
+from chatkv.model.published.scheme import scheme_of
 
 # Per architecture, transformers' defaults for fields that config.json may leave out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -37,8 +38,8 @@ _REQUIRED = (
 def config_from_hf(fields: dict[str, Any], where: str) -> ModelConfig:
     """`fields` as in config.json; `where` (its path) begins each error.
 
-    Raises ModelError for an unknown architecture, rotary scaling or activation, for quantised
-    weights, and for a field that is missing or makes no sense.
+    Raises ModelError for an unknown architecture, rotary scaling, activation or quantisation, and
+    for a field that is missing or makes no sense.
     """
     try:
         config = _read(fields, where)
@@ -51,9 +52,7 @@ def config_from_hf(fields: dict[str, Any], where: str) -> ModelConfig:
 
 def _read(fields: dict[str, Any], where: str) -> ModelConfig:
     architecture = _architecture(fields, where)
-    if quantization := fields.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown")
-        raise ModelError(f"{where}: weights quantised with {method!r} are not supported")
+    scheme_of(fields, where)
     for name in _REQUIRED:
         if not isinstance(fields.get(name), int):
             raise ModelError(f"{where}: {name} is missing or no number")

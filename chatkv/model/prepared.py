@@ -3,40 +3,38 @@
 A GGUF is converted once: dequantised, renamed, its tokenizer rebuilt, all written to one folder
 below `models_dir` that later starts only map (SmolLM2: 4 s once, under 1 ms from then on).
 A Hugging Face checkpoint already has that form and is read where it lies. Where weights are to be
-quantised, that too is done once and written, the checkpoint's as well.
+quantised, or others have quantised them, that too is done once and written, a checkpoint's as well.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
-import json
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from chatkv.errors import ModelError
 from chatkv.model.catalog import ModelFiles
 from chatkv.model.config import ModelConfig
 from chatkv.model.identity import Progress, weights_digest
+from chatkv.model.prepared_folder import (
+    FORMAT,
+    TOKENIZER,
+    WEIGHTS,
+    Record,
+    make_once,
+    read_record,
+    recorded,
+)
 
 if TYPE_CHECKING:
+    from chatkv.model.published.scheme import Scheme
     from chatkv.model.tensor_file import TensorSource
 
 Dtype = Literal["bfloat16", "float16", "float32"]
-Quantised = Literal["int8", "fp8", "int4"]
-Stored = Literal["full", "int8", "fp8", "int4"]
-
-# Raised whenever what is written, or how it is converted, changes; older folders are made anew.
-FORMAT = 1
-
-_RECORD, _TOKENIZER, _WEIGHTS = "prepared.json", "tokenizer.json", "model.safetensors"
+Quantised = Literal["own", "int8", "fp8", "int4"]
+Stored = Literal["full", "own", "int8", "fp8", "int4"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,8 @@ class PreparedModel:
     """Everything about a model but its tensors.
 
     `weights_digest` names the weights as they are computed with: files, conversion, dtype and
-    quantisation. `quantised` says how projections are stored, None where they are of the dtype.
+    quantisation. `quantised` says how projections are stored, None where they are of the dtype;
+    "own": as their file stores them, of the dtype where no kernel takes that.
     `special_tokens`: "bos_token", "eos_token", ... -> text, as chat templates use them.
     `template` is the chat template's source, None where the model has none.
     """
@@ -69,21 +68,10 @@ class PreparedModel:
     @property
     def numbers(self) -> str:
         """What it computes with, as people read it: "bfloat16", "bfloat16 with int4 weights"."""
-        return (
-            self.dtype if self.quantised is None else f"{self.dtype} with {self.quantised} weights"
-        )
-
-
-@dataclass(frozen=True)
-class _Record:
-    """`prepared.json`: what a folder holds, and how large its other files must be."""
-
-    format: int
-    config: dict[str, Any]
-    template: str | None
-    special_tokens: dict[str, str]
-    eos_ids: list[int]
-    file_sizes: dict[str, int] = field(default_factory=dict)
+        if self.quantised is None:
+            return self.dtype
+        kind = "the file's own" if self.quantised == "own" else self.quantised
+        return f"{self.dtype} with {kind} weights"
 
 
 def prepare(
@@ -99,36 +87,24 @@ def prepare(
     Raises ModelError for a model that cannot be read or is not supported, and for a full disk.
     """
     files_digest = weights_digest(files.files, models_dir, progress)
+    if files.kind == "hf":
+        return _prepare_checkpoint(files, files_digest, dtype, models_dir, progress, quantised)
     stored = dtype if quantised is None else f"{dtype}-{quantised}"
     digest = hashlib.sha256(f"{files.kind}:{FORMAT}:{stored}:".encode() + files_digest).digest()
     folder = models_dir / f"{files_digest.hex()[:32]}-{stored}"
-    if files.kind == "hf":
-        from chatkv.model.hf_checkpoint import read_checkpoint
 
-        prepared = PreparedModel(
-            name=files.name,
-            folder=files.path,
-            dtype=dtype,
-            weights_digest=digest,
-            weights=files.files,
-            **read_checkpoint(files.path),
-        )
-        if quantised is None:
-            return prepared
-        return _quantised_once(prepared, quantised, folder, progress)
-
-    def convert(made: Path) -> _Record:
+    def convert(made: Path) -> Record:
         return _convert_gguf(files, dtype, quantised, made, progress)
 
-    record = _read_record(folder) or _make_once(files.name, folder, convert)
+    record = read_record(folder) or make_once(files.name, folder, convert)
     return PreparedModel(
         name=files.name,
         folder=folder,
         dtype=dtype,
         config=ModelConfig.from_json(record.config),
         weights_digest=digest,
-        weights=(folder / _WEIGHTS,),
-        tokenizer_path=folder / _TOKENIZER,
+        weights=(folder / WEIGHTS,),
+        tokenizer_path=folder / TOKENIZER,
         template=record.template,
         special_tokens=record.special_tokens,
         eos_ids=tuple(record.eos_ids),
@@ -136,49 +112,58 @@ def prepare(
     )
 
 
-def _read_record(folder: Path) -> _Record | None:
-    """The record of a sound folder of this format; None where it must be made (anew)."""
-    try:
-        fields = json.loads((folder / _RECORD).read_bytes())
-        if fields.get("format") != FORMAT:
-            return None
-        record = _Record(**fields)
-        ModelConfig.from_json(record.config)
-        is_whole = _WEIGHTS in record.file_sizes and all(
-            (folder / name).stat().st_size == size for name, size in record.file_sizes.items()
-        )
-        return record if is_whole else None
-    except (OSError, ValueError, TypeError, AttributeError):
-        return None
+def _prepare_checkpoint(
+    files: ModelFiles,
+    files_digest: bytes,
+    dtype: Dtype,
+    models_dir: Path,
+    progress: Progress | None,
+    quantised: Quantised | None,
+) -> PreparedModel:
+    from chatkv.model.hf_checkpoint import read_checkpoint, read_scheme
+
+    scheme = read_scheme(files.path)
+    if scheme is None and quantised == "own":
+        quantised = None
+    stored = dtype if quantised is None else f"{dtype}-{quantised}"
+    # The same tensors mean other weights under another scheme.
+    meaning = b"" if scheme is None else scheme.digest()
+    named = f"hf:{FORMAT}:{stored}:".encode() + files_digest + meaning
+    plain = PreparedModel(
+        name=files.name,
+        folder=files.path,
+        dtype=dtype,
+        weights_digest=hashlib.sha256(named).digest(),
+        weights=files.files,
+        **read_checkpoint(files.path),
+    )
+    if scheme is None and quantised is None:
+        return plain
+    folder = models_dir / f"{files_digest.hex()[:32]}-{stored}"
+
+    def make(made: Path) -> Record:
+        _write_weights(made, _checkpoint_sources(plain, scheme), dtype, quantised, progress)
+        eos_ids = list(plain.eos_ids)
+        return recorded(made, plain.config, plain.template, plain.special_tokens, eos_ids, meaning)
+
+    if read_record(folder, meaning) is None:
+        make_once(files.name, folder, make, meaning)
+    return replace(plain, folder=folder, weights=(folder / WEIGHTS,), quantised=quantised)
 
 
-def _make_once(name: str, folder: Path, make: Callable[[Path], _Record]) -> _Record:
-    """Make a temporary folder, renamed to `folder`, unless another process just has."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_suffix(".lock")):
-            if record := _read_record(folder):
-                return record
-            # Whoever left these died in the middle: the lock says nobody is at work on them.
-            for leftover in folder.parent.glob(f"{folder.name}.tmp-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
-            temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
-            try:
-                record = make(temporary)
-                if folder.exists():
-                    # Moved aside first: a process that runs on it keeps its mapping.
-                    folder.rename(temporary / "replaced")
-                temporary.rename(folder)
-                shutil.rmtree(folder / "replaced", ignore_errors=True)
-                _sync(folder.parent)
-            except BaseException:
-                shutil.rmtree(temporary, ignore_errors=True)
-                raise
-    except OSError as error:
-        raise ModelError(
-            f"cannot prepare {name} in {folder.parent}: {error.strerror or error}"
-        ) from error
-    return record
+def _checkpoint_sources(checkpoint: PreparedModel, scheme: Scheme | None) -> list[TensorSource]:
+    if scheme is not None:
+        from chatkv.model.published.sources import published_sources
+
+        return published_sources(checkpoint.weights, checkpoint.config, scheme)
+    from chatkv.model.tensor_file import TensorSource
+    from chatkv.model.weights import dense_weight, expected_shapes, load_weights
+
+    shapes = expected_shapes(checkpoint.config)
+    return [
+        TensorSource(name, shapes[name], partial(dense_weight, tensor))
+        for name, tensor in load_weights(checkpoint).items()
+    ]
 
 
 def _convert_gguf(
@@ -187,7 +172,7 @@ def _convert_gguf(
     quantised: Quantised | None,
     folder: Path,
     progress: Progress | None,
-) -> _Record:
+) -> Record:
     from chatkv.model.gguf_config import config_from_gguf
     from chatkv.model.gguf_file import open_gguf
     from chatkv.model.gguf_tokenizer import tokenizer_from_gguf
@@ -197,41 +182,17 @@ def _convert_gguf(
     config = config_from_gguf(file)
     sources = tensor_sources(file, config)
     tokenizer = tokenizer_from_gguf(file)
-    (folder / _TOKENIZER).write_text(tokenizer.to_str(), encoding="utf-8")
+    (folder / TOKENIZER).write_text(tokenizer.to_str(), encoding="utf-8")
     _write_weights(folder, sources, dtype, quantised, progress)
 
     template = file.metadata.get("tokenizer.chat_template")
-    return _recorded(
+    return recorded(
         folder,
         config,
         template if isinstance(template, str) and template.strip() else None,
         _special_tokens(file.metadata),
         _eos_ids(file.metadata),
     )
-
-
-def _quantised_once(
-    dense: PreparedModel, quantised: Quantised, folder: Path, progress: Progress | None
-) -> PreparedModel:
-    """A checkpoint whose projections are quantised into `folder`, where they are not yet."""
-
-    def make(made: Path) -> _Record:
-        from chatkv.model.tensor_file import TensorSource
-        from chatkv.model.weights import dense_weight, expected_shapes, load_weights
-
-        shapes = expected_shapes(dense.config)
-        sources = [
-            TensorSource(name, shapes[name], partial(dense_weight, tensor))
-            for name, tensor in load_weights(dense).items()
-        ]
-        _write_weights(made, sources, dense.dtype, quantised, progress)
-        return _recorded(
-            made, dense.config, dense.template, dense.special_tokens, list(dense.eos_ids)
-        )
-
-    if _read_record(folder) is None:
-        _make_once(dense.name, folder, make)
-    return replace(dense, folder=folder, weights=(folder / _WEIGHTS,), quantised=quantised)
 
 
 def _write_weights(
@@ -252,31 +213,7 @@ def _write_weights(
     written(0, 1)
     if quantised is not None:
         sources = quantised_sources(sources, quantised)
-    write_safetensors(folder / _WEIGHTS, sources, TORCH_DTYPES[dtype], written)
-
-
-def _recorded(
-    folder: Path,
-    config: ModelConfig,
-    template: str | None,
-    special_tokens: dict[str, str],
-    eos_ids: list[int],
-) -> _Record:
-    """Write the record of a folder whose other files are all there."""
-    record = _Record(
-        format=FORMAT,
-        config=config.to_json(),
-        template=template,
-        special_tokens=special_tokens,
-        eos_ids=eos_ids,
-        file_sizes={file.name: file.stat().st_size for file in folder.iterdir()},
-    )
-    with (folder / _RECORD).open("w", encoding="utf-8") as out:
-        json.dump(asdict(record), out, indent=1)
-        out.flush()
-        os.fsync(out.fileno())
-    _sync(folder)
-    return record
+    write_safetensors(folder / WEIGHTS, sources, TORCH_DTYPES[dtype], written)
 
 
 def _special_tokens(metadata: dict[str, Any]) -> dict[str, str]:
@@ -293,20 +230,3 @@ def _eos_ids(metadata: dict[str, Any]) -> list[int]:
     """Ends of text, of turn and of message."""
     ids = {metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")}
     return sorted(id for id in ids if id is not None)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock, which ends with the process whatever becomes of it."""
-    with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-
-
-def _sync(folder: Path) -> None:
-    """Make renames in `folder` outlive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

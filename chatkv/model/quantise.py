@@ -1,21 +1,25 @@
 """Matrices of 8 or 4 bits: making them, joining them, and their parts in a prepared model's file.
 
 Projections are quantised; embeddings, the head and norms stay as they are. int8 and fp8 have a
-scale per output; int4 has a scale and a zero point per group of 32 inputs, as GGUF's Q4 types do,
-whose codes are taken over as they are: nothing is quantised twice.
+scale per output; int4 has a scale and a zero point per group of 32 inputs. Codes that a file has
+already are taken over as they are, in the file's own groups: nothing is quantised twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
+from math import prod
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from chatkv.model.tensor_file import TensorSource
 from chatkv_kernels.linear_quantised import (
+    GROUP_SIZES,
+    GROUP_SIZES_8,
     RUN,
     RUN_WORDS,
     Weight4,
@@ -25,11 +29,75 @@ from chatkv_kernels.linear_quantised import (
     quantise_weight_int8,
 )
 
-QuantisedWeight: TypeAlias = Weight8 | Weight4
+KernelWeight: TypeAlias = Weight8 | Weight4
+
+
+class Reordered(NamedTuple):
+    """A matrix whose input i is input order[i] of what it multiplies; order: [in] of int32."""
+
+    weight: KernelWeight
+    order: Tensor
+
+
+QuantisedWeight: TypeAlias = KernelWeight | Reordered
 Kind: TypeAlias = Literal["int8", "fp8", "int4"]
 
 GROUP = 32  # inputs of one output that share a scale
-_PARTS = ("codes", "scales", "zeros")
+_PARTS = ("codes", "scales", "zeros", "order")
+_CODES: dict[Kind, torch.dtype] = {
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "int4": torch.int16,
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a quantised matrix is stored; group_size is 0 where an output has one scale."""
+
+    kind: Kind
+    group_size: int = 0
+    scales: torch.dtype = torch.float32
+    zeros: torch.dtype | None = None
+    is_reordered: bool = False
+
+    def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name of each part of a matrix [out, in] -> its shape and dtype."""
+        num_out, num_in = shape
+        groups = (-(-num_in // self.group_size), num_out) if self.group_size else (num_out,)
+        codes = (-(-num_in // RUN), num_out, RUN_WORDS) if self.kind == "int4" else shape
+        found = {"codes": (codes, _CODES[self.kind]), "scales": (groups, self.scales)}
+        if self.zeros is not None:
+            found["zeros"] = (groups, self.zeros)
+        if self.is_reordered:
+            found["order"] = ((num_in,), torch.int32)
+        return found
+
+    def num_bytes(self, shape: tuple[int, ...]) -> int:
+        return sum(prod(size) * dtype.itemsize for size, dtype in self.parts(shape).values())
+
+    def __str__(self) -> str:
+        groups = f" in groups of {self.group_size}" if self.group_size else ""
+        return f"{self.kind}{groups}{', its inputs reordered' if self.is_reordered else ''}"
+
+
+# As `quantise` makes them.
+LAYOUTS: dict[Kind, Layout] = {
+    "int8": Layout("int8"),
+    "fp8": Layout("fp8"),
+    "int4": Layout("int4", GROUP, torch.float16, torch.float16),
+}
+
+
+@dataclass(frozen=True)
+class CodedSource(TensorSource):
+    """A matrix that its file stores in codes: `packed` takes these over, in `layout`, and `load`
+    gives the numbers that they stand for. `layout` is None where no kernel takes such codes.
+    `told` says what they are, as the file's format calls them."""
+
+    layout: Layout | None = None
+    packed: Callable[[], QuantisedWeight] | None = None
+    told: str = ""
 
 
 def is_quantised(name: str) -> bool:
@@ -46,12 +114,40 @@ def quantise(weight: Tensor, kind: Kind) -> QuantisedWeight:
     return quantise_weight_int8(weight) if kind == "int8" else quantise_weight_fp8(weight)
 
 
+def can_join(weights: Sequence[QuantisedWeight]) -> bool:
+    """Whether `join` can: all have one layout, and one order of inputs."""
+    first = weights[0]
+    if isinstance(first, Reordered):
+        others = [one for one in weights if isinstance(one, Reordered)]
+        return (
+            len(others) == len(weights)
+            and all(torch.equal(one.order, first.order) for one in others)
+            and can_join([one.weight for one in others])
+        )
+    return len({_shape_of_parts(one) for one in weights}) == 1
+
+
+def _shape_of_parts(weight: QuantisedWeight) -> object:
+    if isinstance(weight, Reordered):
+        return None
+    zeros = weight.zeros if isinstance(weight, Weight4) else None
+    dtypes = (weight.codes.dtype, weight.scales.dtype, None if zeros is None else zeros.dtype)
+    return type(weight), weight.group_size, dtypes
+
+
 def join(weights: Sequence[QuantisedWeight]) -> QuantisedWeight:
     """Matrices that read the same input, as one: outputs behind each other."""
-    if isinstance(first := weights[0], Weight8):
-        parts = zip(*[one[:2] for one in weights if isinstance(one, Weight8)], strict=True)
-        codes, scales = (torch.cat(part) for part in parts)
-        return Weight8(codes, scales)
+    first = weights[0]
+    if isinstance(first, Reordered):
+        plain = join([one.weight for one in weights if isinstance(one, Reordered)])
+        assert not isinstance(plain, Reordered)
+        return Reordered(plain, first.order)
+    if isinstance(first, Weight8):
+        eights = [one for one in weights if isinstance(one, Weight8)]
+        return first._replace(
+            codes=torch.cat([one.codes for one in eights]),
+            scales=torch.cat([one.scales for one in eights], 1 if first.group_size else 0),
+        )
     fours = [one for one in weights if isinstance(one, Weight4)]
     zeros = [one.zeros for one in fours if one.zeros is not None]
     return first._replace(
@@ -61,81 +157,114 @@ def join(weights: Sequence[QuantisedWeight]) -> QuantisedWeight:
     )
 
 
+def tensors_of(weight: QuantisedWeight) -> list[Tensor]:
+    """All that it is stored in: codes, scales, zeros, order, as far as it has them."""
+    if isinstance(weight, Reordered):
+        return [*tensors_of(weight.weight), weight.order]
+    return [part for part in weight if isinstance(part, Tensor)]
+
+
 def to_device(weight: QuantisedWeight, device: torch.device) -> QuantisedWeight:
+    if isinstance(weight, Reordered):
+        plain = to_device(weight.weight, device)
+        assert not isinstance(plain, Reordered)
+        return Reordered(plain, weight.order.to(device))
     if isinstance(weight, Weight8):
-        return Weight8(weight.codes.to(device), weight.scales.to(device))
+        return weight._replace(codes=weight.codes.to(device), scales=weight.scales.to(device))
     zeros = None if weight.zeros is None else weight.zeros.to(device)
     return weight._replace(
         codes=weight.codes.to(device), scales=weight.scales.to(device), zeros=zeros
     )
 
 
-def quantised_sources(sources: Sequence[TensorSource], kind: Kind) -> list[TensorSource]:
-    """The same tensors, projections quantised; int4 takes over codes that a file has already."""
+def quantised_sources(
+    sources: Sequence[TensorSource], kind: Kind | Literal["own"]
+) -> list[TensorSource]:
+    """The same tensors, projections quantised. Codes that a file has already are taken over: by
+    "own" all, with nothing quantised beside them, else those of that kind. Of 8 bits only where an
+    output has one scale: with groups a CPU has no fast kernel for them.
+    """
     made: list[TensorSource] = []
     for source in sources:
-        if is_quantised(source.name):
-            make = partial(_made, source, kind)
-            made += _part_sources(source.name, source.shape, kind, make)
-        else:
+        layout, make = _stored(source, kind) if is_quantised(source.name) else (None, None)
+        if layout is None or make is None:
             made.append(source)
+        else:
+            made += _part_sources(source, layout, make)
     return made
 
 
-def _made(source: TensorSource, kind: Kind) -> QuantisedWeight:
-    packed = getattr(source, "packed", None) if kind == "int4" else None
-    found = packed() if packed is not None else None
-    return quantise(source.load(), kind) if found is None else found
+def _stored(
+    source: TensorSource, kind: Kind | Literal["own"]
+) -> tuple[Layout | None, Callable[[], QuantisedWeight] | None]:
+    """How a projection is to be stored, and what makes it."""
+    layout = source.layout if isinstance(source, CodedSource) else None
+    if isinstance(source, CodedSource) and layout is not None:
+        is_asked = layout.kind == kind and (kind == "int4" or not layout.group_size)
+        if kind == "own" or is_asked:
+            return layout, source.packed
+    if kind == "own":
+        return None, None
+    return LAYOUTS[kind], lambda: quantise(source.load(), kind)
 
 
 def _part_sources(
-    name: str, shape: tuple[int, ...], kind: Kind, make: Callable[[], QuantisedWeight]
+    source: TensorSource, layout: Layout, make: Callable[[], QuantisedWeight]
 ) -> list[TensorSource]:
     """The parts of a matrix [out, in] to be written; `make` is called when the first one is."""
-    num_out, num_in = shape
-    groups = -(-num_in // GROUP), num_out
-    shapes: list[tuple[tuple[int, ...], torch.dtype]] = {
-        "int8": [(shape, torch.int8), ((num_out,), torch.float32)],
-        "fp8": [(shape, torch.float8_e4m3fn), ((num_out,), torch.float32)],
-        "int4": [
-            ((-(-num_in // RUN), num_out, RUN_WORDS), torch.int16),
-            (groups, torch.float16),
-            (groups, torch.float16),
-        ],
-    }[kind]
-    made: list[QuantisedWeight] = []
+    parts = layout.parts(source.shape)
+    made: list[Tensor] = []
 
     def part(index: int) -> Tensor:
         if not made:
-            made.append(make())
-        tensor = made[0][index]
-        if index == len(shapes) - 1:
+            made.extend(tensors_of(make()))
+        tensor = made[index]
+        if index == len(parts) - 1:
             made.clear()
-        assert isinstance(tensor, Tensor)
         return tensor
 
     return [
-        TensorSource(f"{name}.{_PARTS[index]}", shape, partial(part, index), dtype)
-        for index, (shape, dtype) in enumerate(shapes)
+        TensorSource(f"{source.name}.{name}", shape, partial(part, index), dtype)
+        for index, (name, (shape, dtype)) in enumerate(parts.items())
     ]
 
 
 def from_parts(
     tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]
 ) -> QuantisedWeight | None:
-    """What `sources` wrote, [out, in] of `shape`; None where that is not all there, or another
-    matrix's."""
-    codes, scales, zeros = (tensors.get(f"{name}.{part}") for part in _PARTS)
+    """What `quantised_sources` wrote, [out, in] of `shape`; None where that is not all there, or
+    another matrix's."""
+    codes, scales, zeros, order = (tensors.get(f"{name}.{part}") for part in _PARTS)
     if codes is None or scales is None:
         return None
-    num_out, num_in = shape
-    if zeros is None:
-        fits = codes.shape == shape and scales.shape == (num_out,)
-        return Weight8(codes, scales) if fits else None
-    groups = (-(-num_in // GROUP), num_out)
-    fits = codes.shape == (-(-num_in // RUN), num_out, RUN_WORDS)
-    fits = fits and scales.shape == zeros.shape == groups
-    return Weight4(codes, scales, zeros, num_in, GROUP) if fits else None
+    layout = _layout_of(codes, scales, zeros, order, shape[1])
+    if layout is None:
+        return None
+    given = [part for part in (codes, scales, zeros, order) if part is not None]
+    if [(tuple(part.shape), part.dtype) for part in given] != [*layout.parts(shape).values()]:
+        return None
+    weight: KernelWeight
+    if layout.kind == "int4":
+        weight = Weight4(codes, scales, zeros, shape[1], layout.group_size)
+    else:
+        weight = Weight8(codes, scales, layout.group_size)
+    return weight if order is None else Reordered(weight, order)
+
+
+def _layout_of(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None, num_in: int
+) -> Layout | None:
+    kind = next((kind for kind, dtype in _CODES.items() if dtype == codes.dtype), None)
+    if kind is None:
+        return None
+    group = 0
+    if scales.dim() == 2:  # groups of two sizes are as many only where there is one of either
+        sizes = GROUP_SIZES if kind == "int4" else GROUP_SIZES_8
+        group = next((size for size in sizes if -(-num_in // size) == len(scales)), -1)
+    if group < 0 or (kind == "int4" and not group):
+        return None
+    zeros_dtype = None if zeros is None else zeros.dtype
+    return Layout(kind, group, scales.dtype, zeros_dtype, order is not None)
 
 
 def part_names(name: str) -> list[str]:

@@ -7,15 +7,16 @@ dense on the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chatkv.model.quantise import QuantisedWeight
+from chatkv.model.linear import Linear
+from chatkv.model.quantise import KernelWeight, QuantisedWeight, Reordered
 from chatkv.model.tiled_product import TiledProduct
 from chatkv_kernels.linear import MAX_ROWS
 from chatkv_kernels.linear_quantised import (
@@ -35,10 +36,10 @@ Product = Callable[[Tensor], Tensor]
 class FewRows(Protocol):
     """How many rows, from one on, a matrix multiplies faster packed than dense on the way."""
 
-    def __call__(self, weight: QuantisedWeight, packed: Product, many: Product) -> int: ...
+    def __call__(self, weight: KernelWeight, packed: Product, many: Product) -> int: ...
 
 
-def always_few(weight: QuantisedWeight, packed: Product, many: Product) -> int:
+def always_few(weight: KernelWeight, packed: Product, many: Product) -> int:
     """`FewRows` without measuring."""
     return 1
 
@@ -58,6 +59,11 @@ class QuantisedLinear:
         few_rows: FewRows,
     ) -> None:
         self.bias = bias
+        if isinstance(weight, Reordered):
+            self._order: Tensor | None = weight.order
+            weight = weight.weight
+        else:
+            self._order = None
         if weight.codes.device.type != "cpu":
             self._packed: Product = partial(_device_product, weight)
             self._many: Product = partial(_dequantised_product, weight)
@@ -69,6 +75,7 @@ class QuantisedLinear:
         self._most = few_rows(weight, packed, self._many) if packed is not None else 0
 
     def __call__(self, x: Tensor) -> Tensor:
+        x = x if self._order is None else x[:, self._order]
         out = self._packed(x) if len(x) <= self._most else self._many(x)
         return out if self.bias is None else out.add_(self.bias)
 
@@ -77,20 +84,43 @@ class QuantisedLinear:
         return self(x).add_(residual)
 
 
+class Beside:
+    """Matrices that read the same input but are stored differently: their outputs one behind the
+    other."""
+
+    def __init__(self, parts: Sequence[AnyLinear]) -> None:
+        self._parts = parts
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self._parts], -1)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + y."""
+        return self(x).add_(residual)
+
+
+AnyLinear: TypeAlias = Linear | QuantisedLinear | Beside
+
+
 def dequantised(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
     """[out, in] of `dtype`."""
+    if isinstance(weight, Reordered):
+        reordered = dequantised(weight.weight, dtype)
+        dense = torch.empty_like(reordered)
+        dense[:, weight.order.long()] = reordered
+        return dense
     if isinstance(weight, Weight8):
         return dequantise_weight_8(weight, dtype)
     return dequantise_weight_int4(weight, dtype)
 
 
-def cpu_product(weight: QuantisedWeight, dtype: torch.dtype) -> Product | None:
+def cpu_product(weight: KernelWeight, dtype: torch.dtype) -> Product | None:
     """The library's kernel for packed weights on a CPU, for x [rows, in] of `dtype`; None where it
     has none: fp8, groups of 8-bit codes that are not of 32 inputs and more, and groups of outputs
     that are no multiple of 16.
 
     Of these kernels only those for bfloat16 are vector code (on AVX2 as on AVX-512; in float32 they
-    take ten times as long as a dense product). So x and y are rounded to that, whatever `dtype` is:
+    take two to nine times as long as a dense product). So x and y are rounded to that, whatever `dtype` is:
     by one part in 512 of themselves at most.
     """
     if isinstance(weight, Weight8):
@@ -147,11 +177,11 @@ def _groups_product(codes: Tensor, scales: Tensor, shifts: Tensor, group: int) -
     return lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), packed, group, both)
 
 
-def _dequantised_product(weight: QuantisedWeight, x: Tensor) -> Tensor:
+def _dequantised_product(weight: KernelWeight, x: Tensor) -> Tensor:
     return F.linear(x, dequantised(weight, x.dtype))
 
 
-def _device_product(weight: QuantisedWeight, x: Tensor) -> Tensor:
+def _device_product(weight: KernelWeight, x: Tensor) -> Tensor:
     if isinstance(weight, Weight4):
         return linear_int4(x, weight)
     return (linear_int8 if weight.codes.dtype == torch.int8 else linear_fp8)(x, weight)

@@ -21,6 +21,7 @@ _DTYPE_NAMES = {
     torch.float16: "F16",
     torch.float32: "F32",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
 }

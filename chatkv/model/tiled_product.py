@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from chatkv.model.linear import packs_on_cpu
-from chatkv.model.quantise import QuantisedWeight
+from chatkv.model.quantise import KernelWeight
 from chatkv_kernels.linear_quantised import Weight4, Weight8, codes_int4
 
 # Outputs of a tile. With fewer, more time goes to calls (64: 1.5x as long), with more, tiles of
@@ -33,7 +33,7 @@ class _Tile4(NamedTuple):
 class TiledProduct:
     """x Wᵀ for x [rows, in] of `dtype`, on a CPU."""
 
-    def __init__(self, weight: QuantisedWeight, dtype: torch.dtype) -> None:
+    def __init__(self, weight: KernelWeight, dtype: torch.dtype) -> None:
         # Without instructions for it, products in 16 bits take four times as long.
         self._wide = dtype if packs_on_cpu(dtype) else torch.float32
         self._weight8 = weight if isinstance(weight, Weight8) else None

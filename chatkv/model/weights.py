@@ -74,13 +74,13 @@ def load_weights(prepared: PreparedModel) -> Mapping[str, Weight]:
     shapes = expected_shapes(prepared.config)
     tensors: dict[str, Weight] = {}
     for file in prepared.weights:
-        found = _map_file(file)
+        found = map_file(file)
         if prepared.quantised is not None:
-            tensors |= _take_quantised(file, found, shapes)
+            tensors |= _take_quantised(file, found, shapes, prepared.quantised == "own")
         for name, tensor in found.items():
             if name in shapes:
-                tensors[name] = _checked(file, name, tensor, shapes[name], dtype)
-            elif not _harmless(name, prepared.config):
+                tensors[name] = checked(file, name, tensor, shapes[name]).to(dtype)
+            elif not is_harmless(name, prepared.config):
                 architecture = prepared.config.architecture
                 raise ModelError(
                     f"{file}: {one_line(name)} is no tensor of a {architecture} model with this "
@@ -99,11 +99,16 @@ def dense_weight(weight: Weight) -> torch.Tensor:
 
 
 def _take_quantised(
-    file: Path, found: dict[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
+    file: Path,
+    found: dict[str, torch.Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    may_be_dense: bool,
 ) -> dict[str, QuantisedWeight]:
     """The quantised matrices among `found`, whose parts are taken out of it."""
     taken = {}
     for name in filter(is_quantised, shapes):
+        if may_be_dense and name in found:
+            continue
         weight = from_parts(found, name, shapes[name])
         if weight is None:
             raise ModelError(f"{file}: {name} is not there as it was quantised")
@@ -113,7 +118,8 @@ def _take_quantised(
     return taken
 
 
-def _map_file(file: Path) -> dict[str, torch.Tensor]:
+def map_file(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, mapped: nothing is read. Raises ModelError."""
     import safetensors
 
     try:
@@ -123,18 +129,20 @@ def _map_file(file: Path) -> dict[str, torch.Tensor]:
         raise ModelError(f"{file} is no sound safetensors file: {one_line(error)}") from error
 
 
-def _checked(
-    file: Path, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
+def checked(
+    file: Path | str, name: str, tensor: torch.Tensor, shape: tuple[int, ...]
 ) -> torch.Tensor:
+    """The same tensor. Raises ModelError where it is not of this shape, or of no dtype to compute
+    in."""
     if tuple(tensor.shape) != shape:
         raise ModelError(f"{file}: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
     if tensor.dtype not in TORCH_DTYPES.values():
         stored = str(tensor.dtype).removeprefix("torch.")
         raise ModelError(f"{file}: {name} is stored as {stored}, which is not supported")
-    return tensor.to(dtype)
+    return tensor
 
 
-def _harmless(name: str, config: ModelConfig) -> bool:
+def is_harmless(name: str, config: ModelConfig) -> bool:
     """Tensors some checkpoints carry although nothing computes with them."""
     return name.endswith("rotary_emb.inv_freq") or (
         name == "lm_head.weight" and config.tie_embeddings

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 # How KV is stored, smallest loss first; what each costs, `chatkv codec measure` tells.
 KVCodec = Literal["lossless", "packed", "raw", "int8", "fp8", "int4"]
 WantedDtype = Literal["auto", "bfloat16", "float16", "float32"]
-WantedWeights = Literal["auto", "full", "int8", "fp8", "int4"]
+WantedWeights = Literal["auto", "full", "own", "int8", "fp8", "int4"]
 
 
 @dataclass(frozen=True)

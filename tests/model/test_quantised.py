@@ -16,14 +16,14 @@ from chatkv.errors import ModelError
 from chatkv.model.catalog import find_model
 from chatkv.model.decoder import Decoder
 from chatkv.model.few_rows import MeasuredRows
-from chatkv.model.gguf_packed import unpack, weight4
+from chatkv.model.gguf_packed import GGUF_LAYOUTS, packed_weight, unpack
 from chatkv.model.prepared import PreparedModel, Quantised, prepare
-from chatkv.model.quantise import QuantisedWeight, join, quantise
+from chatkv.model.quantise import QuantisedWeight, join, quantise, tensors_of
 from chatkv.model.quantised_linear import QuantisedLinear, cpu_product, dequantised
 from chatkv.model.tiled_product import TILE, TiledProduct
 from chatkv.model.weights import load_weights
 from chatkv.session.predictions import TextOnModel
-from chatkv_kernels.linear_quantised import Weight8, dequantise_weight_int4
+from chatkv_kernels.linear_quantised import Weight8
 from tiny_gguf import write_gguf
 
 Checkpoint = Callable[..., Path]
@@ -36,13 +36,18 @@ def packed_tensor(kind: str, num_out: int, num_in: int, seed: int = 0) -> Any:
     """A matrix in a GGUF type as the gguf package reads it: random bytes, sound scales, and a group
     whose scale is zero."""
     rng = np.random.default_rng(seed)
-    block, size, num_scales = {"Q4_0": (32, 18, 1), "Q4_1": (32, 20, 2), "Q4_K": (256, 144, 2)}[
-        kind
-    ]
+    block, size, num_scales, first = {
+        "Q4_0": (32, 18, 1, 0),
+        "Q4_1": (32, 20, 2, 0),
+        "Q4_K": (256, 144, 2, 0),
+        "Q6_K": (256, 210, 1, 208),
+        "Q8_0": (32, 34, 1, 0),
+    }[kind]
     blocks = rng.integers(0, 256, (num_out, num_in // block, size), dtype=np.uint8)
     scales = (rng.standard_normal((*blocks.shape[:2], num_scales)) * 0.02).astype(np.float16)
     scales[0, 0, 0] = 0
-    blocks[..., : 2 * num_scales] = scales.view(np.uint8)
+    scales[1, 0, 0] = 2.0**-24  # the least there is
+    blocks[..., first : first + 2 * num_scales] = scales.view(np.uint8)
     return SimpleNamespace(
         tensor_type=gguf.GGMLQuantizationType[kind],
         shape=[num_in, num_out],
@@ -50,22 +55,24 @@ def packed_tensor(kind: str, num_out: int, num_in: int, seed: int = 0) -> Any:
     )
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
+@pytest.mark.parametrize("kind", GGUF_LAYOUTS)
 def test_packed_gguf_is_what_its_library_dequantises(kind: str) -> None:
     tensor = packed_tensor(kind, 48, 512)
     theirs = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(48, 512)
-    unpacked = unpack(tensor)
-    assert unpacked is not None
-    codes, scales, least = unpacked
-    assert np.array_equal(codes * np.repeat(scales, 32, 1) + np.repeat(least, 32, 1), theirs)
-    ours = dequantise_weight_int4(weight4(codes, scales, least), torch.float32)
+    layout = GGUF_LAYOUTS[kind]
+    codes, scales, least = unpack(kind, tensor.data)
+    numbers = codes * np.repeat(scales, layout.group_size, 1)
+    assert np.array_equal(
+        numbers if least is None else numbers + np.repeat(least, layout.group_size, 1), theirs
+    )
+    weight = packed_weight(kind, tensor.data)
+    parts = [(tuple(part.shape), part.dtype) for part in tensors_of(weight)]
+    assert parts == [*layout.parts((48, 512)).values()]
     # Scales and zero points of a Q4_K are rounded to 11 bits; a zero point is up to 64 steps away.
-    tolerance = 1e-3 * abs(theirs).max()
+    # Other types of 4 bits round zero points, those of 8 bits nothing.
+    tolerance = 0 if layout.kind == "int8" else 1e-3 * abs(theirs).max()
+    ours = dequantised(weight, torch.float32)
     assert torch.allclose(ours, torch.from_numpy(theirs), rtol=0, atol=tolerance)
-
-
-def test_other_gguf_types_are_not_taken_as_they_are() -> None:
-    assert unpack(SimpleNamespace(tensor_type=gguf.GGMLQuantizationType.Q6_K)) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
