@@ -116,12 +116,12 @@ def dequantised(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
 
 def cpu_product(weight: KernelWeight, dtype: torch.dtype) -> Product | None:
     """The library's kernel for packed weights on a CPU, for x [rows, in] of `dtype`; None where it
-    has none: fp8, groups of 8-bit codes that are not of 32 inputs and more, and groups of outputs
-    that are no multiple of 16.
+    has none: fp8, 8-bit codes in groups of 16, and groups where outputs are no multiple of 16 or
+    inputs no whole groups.
 
     Of these kernels only those for bfloat16 are vector code (on AVX2 as on AVX-512; in float32 they
-    take two to nine times as long as a dense product). So x and y are rounded to that, whatever `dtype` is:
-    by one part in 512 of themselves at most.
+    take two to nine times as long as a dense product). So x and y are rounded to that, whatever
+    `dtype` is: by one part in 512 of themselves at most.
     """
     if isinstance(weight, Weight8):
         if weight.codes.dtype != torch.int8:

@@ -159,7 +159,7 @@ def test_the_class_name_stands_in_for_the_model_type() -> None:
     [
         ({"model_type": "gemma3"}, "architecture 'gemma3' is not supported"),
         ({"model_type": None}, "architecture None"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised with 'gptq'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantised with 'hqq'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_hidden_layers": "many"}, "num_hidden_layers is missing or no number"),
@@ -175,7 +175,7 @@ def test_the_class_name_stands_in_for_the_model_type() -> None:
         ({"head_dim": 63}, "a head size of 63"),
         ({"rms_norm_eps": "small"}, "a field makes no sense: could not convert"),
         ({"max_position_embeddings": -1}, "max_position is -1"),
-        ({"quantization_config": 8}, "a field makes no sense"),
+        ({"quantization_config": 8}, "quantization_config should be an object"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64}
