@@ -8,8 +8,7 @@ So a turn reads from top to bottom, a slow reader holds up nobody, and a turn th
 cancelled changes the next step and nothing else.
 
 A token does not depend on who else is in its step beyond rounding: attention sees one sequence at
-a time, all else is per row. In float32 on a CPU a row alone is multiplied by another routine than
-two or more, and rounds differently; two or more agree to the bit.
+a time, all else is per row; in float32 on a CPU rows agree to the bit in any company.
 """
 
 from __future__ import annotations

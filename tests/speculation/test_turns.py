@@ -89,8 +89,8 @@ def test_what_came_of_drafts_is_told_everywhere(model: str) -> None:
 
 @pytest.mark.slow
 def test_the_real_model_says_the_same(home: Path, smollm2_gguf: Path) -> None:
-    """In float32 on a CPU a token alone is multiplied by another routine than one with a draft,
-    and rounds differently: where two tokens are as likely as that, either may come."""
+    """A token alone attends by another routine than one with a draft, and rounds differently: where
+    two tokens are as likely as that, either may come."""
     names = "alder ash beech birch cedar elm fir hazel larch lime maple oak pine poplar rowan yew"
     text = "Output the following list again, unchanged:\n\n- " + names.replace(" ", "\n- ")
     plain = held(str(smollm2_gguf), (text, "Once more."), speculate="off")
