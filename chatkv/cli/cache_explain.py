@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import click
 
 from chatkv.cli.options import setting_option
 from chatkv.cli.output import Output, count, output_options, plural, printable, size
-from chatkv.cli.stores import complete_session, open_blocks, open_conversations
+from chatkv.cli.stores import complete_session, open_blocks, open_conversations, users
 from chatkv.cli.table import Column
 from chatkv.errors import UsageError
 
@@ -57,21 +58,25 @@ def explain(
     if session is None or file is not None:
         raise UsageError("name either a conversation, or --messages FILE")
     from chatkv_store.coverage import Stretch, stretches
+    from chatkv_store.logs import is_use
 
-    with open_conversations() as store:
-        found = store.get_session(session)
-        turn_ends = list(
-            accumulate(len(turn.prompt_ids) + len(turn.reply_ids) for turn in store.chain(found.id))
-        )
-        titles = {one.id: printable(one.title) or "untitled" for one in store.list_sessions()}
+    with open_conversations() as store, ExitStack() as open_here:
         blocks = open_blocks()
+        if blocks is not None:
+            open_here.enter_context(blocks)
+        logs = users(blocks, store)
+        found = logs.get_session(session)
+        turn_ends = [found.num_tokens]
+        if not is_use(found):
+            turns = store.chain(found.id)
+            turn_ends = list(accumulate(len(one.prompt_ids) + len(one.reply_ids) for one in turns))
+        titles = {one.id: printable(one.title) or "untitled" for one in logs.list_sessions()}
         if blocks is None:
             pieces = [Stretch(0, found.num_tokens, why="the KV cache is empty")]
             counters = dict.fromkeys(REASONS, 0)
         else:
-            with blocks:
-                pieces = stretches(blocks, store, found)
-                counters = {name: blocks.counters()[name] for name in REASONS}
+            pieces = stretches(blocks, store, found)
+            counters = {name: blocks.counters()[name] for name in REASONS}
     pieces = [piece for piece in pieces if piece.num_tokens]
     rows = [_row(piece, turn_ends) for piece in pieces]
     stored = sum(piece.num_tokens for piece in pieces if piece.why is None)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
 import click
 
 from chatkv.cli.output import Output, output_options, plural
-from chatkv.cli.stores import complete_session, open_conversations
+from chatkv.cli.stores import complete_session, open_conversations, open_to_remove, users
+
+if TYPE_CHECKING:
+    from chatkv_store.conversations import Conversations
 
 SESSIONS = click.argument(
     "sessions", shell_complete=complete_session, nargs=-1, required=True, metavar="SESSION..."
@@ -32,11 +38,26 @@ def unpin(output: Output, sessions: tuple[str, ...]) -> None:
 
 
 def _set(output: Output, sessions: tuple[str, ...], *, pinned: bool) -> None:
-    with open_conversations() as store:
-        found = list({one.id: one for one in map(store.get_session, sessions)})
-        for session_id in found:
-            store.update_session(session_id, pinned=pinned)
+    with open_conversations() as store, ExitStack() as open_here:
+        blocks = None
+        if not _are_conversations(store, sessions):  # what stands for them is in the cache itself
+            blocks = open_to_remove()
+        if blocks is not None:
+            open_here.enter_context(blocks)
+        logs = users(blocks, store)
+        found = {one.id: one for one in map(logs.get_session, sessions)}
+        for one in found.values():
+            logs.pin(one, pinned)
     if output.is_human:
         output.note(f"{'pinned' if pinned else 'unpinned'} {plural(len(found), 'session')}")
     else:
-        output.record({"sessions": found, "pinned": pinned})
+        output.record({"sessions": list(found), "pinned": pinned})
+
+
+def _are_conversations(store: Conversations, sessions: tuple[str, ...]) -> bool:
+    from chatkv_store.errors import SessionNotFound
+
+    try:
+        return all(store.get_session(one) for one in sessions)
+    except SessionNotFound:
+        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,6 +16,7 @@ from chatkv.cli.stores import (
     complete_session,
     open_conversations,
     open_to_remove,
+    users,
 )
 from chatkv.errors import UsageError
 
@@ -81,20 +83,23 @@ def rm(output: Output, sessions: tuple[str, ...], dry_run: bool, yes: bool) -> N
     """
     from chatkv_store.pruning import unshared_keys
 
-    with open_conversations() as store:
-        found = {one.id: one for one in map(store.get_session, sessions)}
+    with open_conversations() as store, ExitStack() as open_here:
+        blocks = open_to_remove()
+        if blocks is not None:
+            open_here.enter_context(blocks)
+        logs = users(blocks, store)
+        found = {one.id: one for one in map(logs.get_session, sessions)}
         for one in found.values():
             if one.pinned:
                 raise UsageError(f'"{printable(one.title)}" ({one.id}) is pinned: unpin it first')
-        blocks = open_to_remove()
         if blocks is None:
             _said_nothing(output, dry_run)
             return
-        with blocks:
-            sizes, num_shared = unshared_keys(blocks, store, set(found))
-            _remove(output, blocks, sizes, dry_run, yes)
-            if num_shared and output.is_human:
-                output.note(f"left {plural(num_shared, 'block')} that others use too")
+        sizes, num_shared = unshared_keys(blocks, store, set(found))
+        if _remove(output, blocks, sizes, dry_run, yes):
+            logs.remove_uses(found.values())
+        if num_shared and output.is_human:
+            output.note(f"left {plural(num_shared, 'block')} that others use too")
 
 
 @click.command()
@@ -103,6 +108,8 @@ def rm(output: Output, sessions: tuple[str, ...], dry_run: bool, yes: bool) -> N
 @output_options
 def clear(output: Output, dry_run: bool, yes: bool) -> None:
     """Delete all KV, that of pinned conversations too."""
+    from chatkv_store.uses import Uses
+
     blocks = open_to_remove()
     if blocks is None:
         _said_nothing(output, dry_run)
@@ -111,13 +118,15 @@ def clear(output: Output, dry_run: bool, yes: bool) -> None:
         # By key: a header that cannot be read has to go as well.
         sizes = dict.fromkeys((key for key, _ in blocks.scan("blocks")), 0)
         sizes |= {header.key: header.num_payload_bytes for header in blocks.headers()}
-        _remove(output, blocks, sizes, dry_run, yes)
+        if _remove(output, blocks, sizes, dry_run, yes):
+            uses = Uses(blocks)
+            uses.remove(one.key for one in uses.every())
 
 
 def _remove(
     output: Output, blocks: BlockStore, sizes: dict[bytes, int], dry_run: bool, yes: bool
-) -> None:
-    """Delete the blocks after asking, and say what went."""
+) -> bool:
+    """Delete the blocks after asking, and say what went; whether anything was to go."""
     what = f"{plural(len(sizes), 'block')}, {size(sum(sizes.values()))}"
     if sizes and not dry_run:
         ask_before(f"delete {what} of KV", yes)
@@ -135,6 +144,7 @@ def _remove(
         output.note(f"would delete {what}" if dry_run else f"deleted {what}")
         if not dry_run:
             output.note("`chatkv cache compact` gives the room back to the disk")
+    return not dry_run
 
 
 def _said_nothing(output: Output, dry_run: bool) -> None:

@@ -10,7 +10,13 @@ import click
 
 from chatkv.cli.filters import Keys, select
 from chatkv.cli.output import Output, ago, count, output_options, plural, printable, size, when
-from chatkv.cli.stores import NOTHING_STORED, complete_session, open_blocks, open_conversations
+from chatkv.cli.stores import (
+    NOTHING_STORED,
+    complete_session,
+    open_blocks,
+    open_conversations,
+    users,
+)
 from chatkv.cli.table import Column
 
 if TYPE_CHECKING:
@@ -67,8 +73,9 @@ def ls(
         output.rows([], [], empty=NOTHING_STORED)
         return
     with blocks, open_conversations() as store:
-        short = store.short_ids()
-        named = [store.get_session(one) for one in dict.fromkeys(sessions)] or None
+        logs = users(blocks, store)
+        short = logs.short_ids()
+        named = [logs.get_session(one) for one in dict.fromkeys(sessions)] or None
         found = usage(blocks, store, named)
         num_blocks, num_bytes = blocks.stats()["blocks"], blocks.stats()["used_bytes"]
     every = [share.to_json() for share in found.sessions]
@@ -127,7 +134,7 @@ def show(output: Output, session: str) -> None:
 
     blocks = open_blocks()
     with open_conversations() as store:
-        found = store.get_session(session)
+        found = users(blocks, store).get_session(session)
         if blocks is None:
             output.note(NOTHING_STORED)
             raise SystemExit(1)

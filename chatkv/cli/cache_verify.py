@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from chatkv.cli.output import Output, count, output_options, plural, printable, size
-from chatkv.cli.stores import complete_session, open_blocks, open_conversations
+from chatkv.cli.stores import complete_session, open_blocks, open_conversations, users
 from chatkv.cli.table import Column
 from chatkv.errors import UsageError
 from chatkv.paths import folders
@@ -49,15 +49,16 @@ def verify(
     """
     if quick and full:
         raise UsageError("give either --quick or --full, not both")
-    found = _named(sessions)
     from chatkv_store import integrity
     from chatkv_store.integrity import Finding
 
     blocks = open_blocks(read_only=not repair, replace_damaged=repair, thorough=True)
     if blocks is None:
+        _named(None, sessions)
         _report(output, [], _no_references(), repair, replaced=None)
         return
     with blocks:
+        found = _named(blocks, sessions)
         keys = _keys_of(blocks, found) if found else None
         if sys.stderr.isatty():
             num_blocks = blocks.stats()["blocks"] if keys is None else len(keys)
@@ -76,9 +77,10 @@ def verify(
         raise SystemExit(1)
 
 
-def _named(references: tuple[str, ...]) -> list[Session]:
+def _named(blocks: BlockStore | None, references: tuple[str, ...]) -> list[Session]:
     with open_conversations() as store:
-        return list({one.id: one for one in map(store.get_session, references)}.values())
+        found = map(users(blocks, store).get_session, references)
+        return list({one.id: one for one in found}.values())
 
 
 def _keys_of(blocks: BlockStore, sessions: Iterable[Session]) -> set[bytes]:
@@ -93,7 +95,7 @@ def _keys_of(blocks: BlockStore, sessions: Iterable[Session]) -> set[bytes]:
         for session in sessions:
             space = bytes.fromhex(session.namespace or "")
             if space in layouts:
-                log = store.token_log(session.id)
+                log = users(blocks, store).token_log(session)
                 keys.update(chain_keys(space, log, layouts[space].block_tokens))
                 keys |= {one.key for one in stored_blocks(blocks, store, session, layouts)}
     return {key for key, _ in stored(blocks, keys)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,13 @@ import click
 
 from chatkv.cli.options import setting_option
 from chatkv.cli.output import Output, count, output_options, plural, printable, size
-from chatkv.cli.stores import NOTHING_STORED, complete_session, open_blocks, open_conversations
+from chatkv.cli.stores import (
+    NOTHING_STORED,
+    complete_session,
+    open_blocks,
+    open_conversations,
+    users,
+)
 from chatkv.errors import PersistenceError, UsageError
 from chatkv.paths import folders
 
@@ -56,14 +63,15 @@ def warm(
     began = time.perf_counter()
     wanted: dict[bytes, StoredBlock] = {}
     misses: list[str] = []
-    with open_conversations() as store:
-        found = {one.id: one for one in map(store.get_session, sessions)}
+    with open_conversations() as store, ExitStack() as open_here:
         blocks = open_blocks()
         if blocks is not None:
-            with blocks:
-                for session in found.values():
-                    wanted |= {one.key: one for one in stored_blocks(blocks, store, session)}
-                misses = _read(blocks, list(wanted.values()))
+            open_here.enter_context(blocks)
+        found = {one.id: one for one in map(users(blocks, store).get_session, sessions)}
+        if blocks is not None:
+            for session in found.values():
+                wanted |= {one.key: one for one in stored_blocks(blocks, store, session)}
+            misses = _read(blocks, list(wanted.values()))
     took_s = time.perf_counter() - began
     num_bytes = sum(block.header.num_payload_bytes for block in wanted.values())
     if not output.is_human:

@@ -10,6 +10,7 @@ from chatkv.paths import folders
 if TYPE_CHECKING:
     from chatkv_store.blocks import BlockStore
     from chatkv_store.conversations import Conversations
+    from chatkv_store.logs import Logs
 
 NOTHING_STORED = "the KV cache is empty: it fills as you chat"
 
@@ -34,6 +35,13 @@ def open_conversations() -> Conversations:
     from chatkv_store.conversations import Conversations
 
     return Conversations(folders().conversations)
+
+
+def users(blocks: BlockStore | None, conversations: Conversations) -> Logs:
+    """Who may find these blocks: conversations, and requests of other engines."""
+    from chatkv_store.logs import Logs
+
+    return Logs(blocks, conversations)
 
 
 def open_blocks(

@@ -14,6 +14,7 @@ from chatkv_store.chain import StoredBlock
 from chatkv_store.conversations import Conversations, Session
 from chatkv_store.header import HeaderDamaged
 from chatkv_store.keys import chain_keys
+from chatkv_store.logs import Logs
 from chatkv_store.sharing import NEWEST, known_layouts, usage
 
 
@@ -52,7 +53,7 @@ def stretches(store: BlockStore, conversations: Conversations, session: Session)
 
 def _places(store: BlockStore, conversations: Conversations, session: Session) -> Iterator[Stretch]:
     """Each block's place in the log: what is stored of it, and what is not."""
-    token_ids = conversations.token_log(session.id)
+    token_ids = Logs(store, conversations).token_log(session)
     namespace = bytes.fromhex(session.namespace or "")
     layout = known_layouts(store).get(namespace)
     if layout is None:

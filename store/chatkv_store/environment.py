@@ -36,6 +36,7 @@ from chatkv_store.sealing import SealedTransaction, Sealer
 from chatkv_store.users import Users
 
 DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"
+LATER = ("uses",)  # databases that a store from before them lacks
 COMPACTION_FOLDER = "compaction"  # where `compact` writes; a dead one's is removed at an open
 START_MAP_BYTES = 1 << 30
 NEARLY_FULL_BYTES = 1 << 20
@@ -277,13 +278,14 @@ class Environment:
 
     def _open_databases(self, databases: dict[str, dict[str, bool]]) -> dict[str, Any]:
         if self.read_only:
-            try:
-                return {
-                    name: self._env.open_db(name.encode(), create=False, **options)
-                    for name, options in databases.items()
-                }
-            except lmdb.NotFoundError:
-                raise StoreDamaged(f"{self.path / DATA_FILE} is no KV cache") from None
+            found = {}
+            for name, options in databases.items():
+                try:
+                    found[name] = self._env.open_db(name.encode(), create=False, **options)
+                except lmdb.NotFoundError:
+                    if name not in LATER:
+                        raise StoreDamaged(f"{self.path / DATA_FILE} is no KV cache") from None
+            return found
         with self._env.begin(write=True) as txn:
             return {
                 name: self._env.open_db(name.encode(), txn=txn, **options)

@@ -30,6 +30,7 @@ from chatkv_store.blocks import AT_ONCE
 from chatkv_store.environment import PAGE_BYTES
 from chatkv_store.header import HeaderDamaged
 from chatkv_store.keys import ID_BYTES, KEY_BYTES, chain_keys, pack_ids
+from chatkv_store.logs import Logs
 from chatkv_store.room import pages_of
 from chatkv_store.sharing import known_layouts
 from chatkv_store.tables import common_tokens
@@ -125,14 +126,14 @@ class Ranker:
 
     def __init__(self, store: BlockStore, conversations: Conversations) -> None:
         self._store = store
-        self._conversations = conversations
+        self._logs_here = Logs(store, conversations)
         self._stored: dict[bytes, _Stored] = {}
         self._children: defaultdict[bytes, list[tuple[bytes, bytes]]] = defaultdict(list)
         self._logs: dict[str, _Log] = {}  # by session id
 
     def rank(self, now_s: float | None = None, also: Collection[bytes] = ()) -> Ranking:
         """Rank every stored block; `also` are keys of others whose `seconds` are wanted."""
-        now_s = self._conversations.now_s() if now_s is None else now_s
+        now_s = self._logs_here.now_s() if now_s is None else now_s
         self._look_at_blocks()
         layouts = known_layouts(self._store)
         rates = {space: self._rates(space) for space in layouts}
@@ -140,7 +141,7 @@ class Ranker:
         last_use: dict[bytes, float] = {}
         pinned: set[bytes] = set()
         logs: dict[str, _Log] = {}
-        for session in self._conversations.list_sessions():
+        for session in self._logs_here.list_sessions():
             space = bytes.fromhex(session.namespace or "")
             if space not in layouts:
                 continue
@@ -202,7 +203,7 @@ class Ranker:
             if at == last or not at:
                 ids = log.last_ids if at else log.first_ids
             else:
-                token_ids = token_ids or self._conversations.token_log(session.id)
+                token_ids = token_ids or self._logs_here.token_log(session)
                 ids = pack_ids(token_ids[index * block_tokens : (index + 1) * block_tokens])
             key, shared = _sharing_most(siblings, ids)
             if shared:
@@ -214,7 +215,7 @@ class Ranker:
         known = self._logs.get(session.id)
         if known is not None and known.version == version:
             return known
-        token_ids = self._conversations.token_log(session.id)
+        token_ids = self._logs_here.token_log(session)
         keys = chain_keys(space, token_ids, layout.block_tokens)
         last = max(0, len(keys) - 1) * layout.block_tokens
         first_ids, last_ids = token_ids[: layout.block_tokens], token_ids[last:]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from chatkv_store.eviction import Candidate, rank
+from chatkv_store.logs import Logs
 from chatkv_store.sharing import known_layouts, stored_blocks
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def unshared_keys(
     layouts = known_layouts(store)
     mine: dict[bytes, int] = {}
     others: set[bytes] = set()
-    for session in conversations.list_sessions():
+    for session in Logs(store, conversations).list_sessions():
         for block in stored_blocks(store, conversations, session, layouts):
             if session.id in session_ids:
                 mine[block.key] = block.header.num_payload_bytes

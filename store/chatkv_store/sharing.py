@@ -17,6 +17,7 @@ from chatkv_store.blocks import BlockStore
 from chatkv_store.chain import StoredBlock
 from chatkv_store.conversations import Conversations, Session
 from chatkv_store.layout import KVLayout
+from chatkv_store.logs import Logs
 
 NEWEST = "the newest token: it comes with the next turn"  # which begins by computing it
 
@@ -80,7 +81,7 @@ def usage(
 
     What is shared is judged among all sessions, whichever are asked for.
     """
-    everyone = conversations.list_sessions()
+    everyone = Logs(blocks, conversations).list_sessions()
     layouts = known_layouts(blocks)
     known = {space.hex() for space in layouts}
     found = {
@@ -116,7 +117,7 @@ def stored_blocks(
     layout = layouts.get(bytes.fromhex(session.namespace or ""))
     if layout is None:
         return []
-    token_ids = conversations.token_log(session.id)
+    token_ids = Logs(blocks, conversations).token_log(session)
     located = blocks.locate(bytes.fromhex(session.namespace or ""), token_ids, layout)
     return [block for block in located if block is not None]
 

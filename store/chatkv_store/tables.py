@@ -1,4 +1,4 @@
-"""The five sub-databases, and what one transaction does with them.
+"""The six sub-databases, and what one transaction does with them.
 
     meta         "format" -> version of the whole store; "counters" -> JSON, see `COUNTER_NAMES`;
                  "counted since" -> epoch seconds, as text
@@ -6,6 +6,7 @@
     blocks       block key -> header (header.py)
     values       block key + value number -> payload (codec.py)
     children     parent's key -> first token id + block key, one entry per child
+    uses         who uses blocks beside conversations (uses.py)
 
 `children` lets the last, partly matching block be found: KV of a token depends on the tokens up to
 it only, so the front of any block is good for as many tokens as agree.
@@ -43,6 +44,7 @@ DATABASES: dict[str, dict[str, bool]] = {
     "blocks": {},
     "values": {},
     "children": {"dupsort": True, "dupfixed": True},
+    "uses": {},
 }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -39,10 +39,11 @@ class WriterStats:
 @dataclass(frozen=True, slots=True)
 class _Job:
     namespace: bytes
-    layout: KVLayout
+    layout: KVLayout | None
     blocks: Sequence[NewBlock]
     codec: str
     num_bytes: int
+    work: Callable[[], object] | None = None  # instead of blocks
 
 
 class BlockWriter:
@@ -84,6 +85,14 @@ class BlockWriter:
             self._queued_bytes += num_bytes
             self._changed.notify_all()
             return True
+
+    def call(self, work: Callable[[], object]) -> None:
+        """Have `work` done on the writer's thread, behind what was queued before it. Its StoreError
+        is kept for `stats`, as one of a write is; after `close` nothing is done."""
+        with self._changed:
+            if not self._closing:
+                self._jobs.append(_Job(b"", None, (), "", 0, work))
+                self._changed.notify_all()
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all that was submitted is on disk; False when `timeout` seconds passed."""
@@ -149,6 +158,10 @@ class BlockWriter:
                 self._changed.notify_all()
 
     def _write(self, job: _Job) -> None:
+        if job.work is not None:
+            self._do(job.work)
+            return
+        assert job.layout is not None
         try:
             result = self._store.put(job.namespace, job.layout, job.blocks, job.codec)
         except Exception as error:  # a lost block is no reason to lose the thread and all others
@@ -163,6 +176,13 @@ class BlockWriter:
             self._written += result.written
             self._skipped += result.skipped
             self._num_bytes += result.num_bytes
+
+    def _do(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:  # as with a block that cannot be written
+            with self._changed:
+                self._error = str(error) if isinstance(error, StoreError) else repr(error)
 
     def _drop(self, blocks: Sequence[NewBlock]) -> None:
         self._dropped += len(blocks)
