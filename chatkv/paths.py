@@ -72,8 +72,7 @@ def folders() -> Folders:
     """The folders in force: below `CHATKV_HOME` when it is set, else the platform's."""
     home = os.environ.get("CHATKV_HOME")
     if home:
-        root = Path(home).expanduser().absolute()
-        return Folders(root / "data", root / "cache", root / "config", root / "run")
+        return folders_below(Path(home))
     import platformdirs
 
     dirs = platformdirs.PlatformDirs("chatkv", appauthor=False)
@@ -85,6 +84,12 @@ def folders() -> Folders:
         # The library's own answer without the variable is a folder in /tmp that others can see.
         Path(session) / "chatkv" if session else Path(dirs.user_cache_dir) / "run",
     )
+
+
+def folders_below(home: Path) -> Folders:
+    """All of them in one place."""
+    root = home.expanduser().absolute()
+    return Folders(root / "data", root / "cache", root / "config", root / "run")
 
 
 def write_note(path: Path, text: str) -> None:

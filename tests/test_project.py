@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "chatkv.engine": {"chatkv_kernels", "chatkv.model"},
     "chatkv.restore": {"chatkv_kernels", "chatkv_store", "chatkv.model", "chatkv.engine"},
     "chatkv.session": {"chatkv_store", "chatkv.model", "chatkv.engine", "chatkv.restore"},
+    "chatkv.connectors": {"chatkv_store", "chatkv.model", "chatkv.restore"},
     "chatkv.runtime": {"chatkv_kernels", "chatkv_store", "chatkv.model", "chatkv.engine"}
     | {"chatkv.restore", "chatkv.session"},
     "chatkv.server": {"chatkv_store", "chatkv.model", "chatkv.engine", "chatkv.restore"}
@@ -108,8 +109,8 @@ def _declared_dependencies() -> set[str]:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = [*project["dependencies"], *project["optional-dependencies"]["hub"]]
     found = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
-    # Used where they are there; and the module of markdown-it-py.
-    return found | {"triton", "keyring", "markdown_it"}
+    # Used where they are there; the module of markdown-it-py; and the host of a connector.
+    return found | {"triton", "keyring", "markdown_it", "vllm"}
 
 
 def test_an_upward_import_would_be_found() -> None:

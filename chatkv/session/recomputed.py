@@ -28,6 +28,7 @@ from chatkv_store.blocks import BlockStore
 from chatkv_store.chain import StoredBlock
 from chatkv_store.conversations import Conversations, Session
 from chatkv_store.errors import BlockMiss
+from chatkv_store.logs import is_use
 from chatkv_store.sharing import stored_blocks
 
 # Of the length of a token's keys or values in one layer. Rounding moves them by hundredths, int4 by
@@ -92,6 +93,8 @@ def recompute(
 
 def _model_of(folders: Folders, conversations: Conversations, session: Session) -> PreparedModel:
     """The model whose KV a session has. Raises ModelError and UsageError where it is not here."""
+    if is_use(session):
+        raise ModelError("another engine has computed it")
     held = find(conversations, ChatRequest(resume=session.id))
     if held.dtype == "auto":
         raise UsageError("it was never held here")

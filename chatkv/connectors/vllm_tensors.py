@@ -1,0 +1,175 @@
+"""A worker's KV as the block store takes it.
+
+vLLM hands out one tensor per layer, [blocks, num_kv_heads, block_tokens, C] in shape. How a
+(block, head) is laid out inside belongs to the kernels that read it: a CPU keeps all keys, packed
+as its instructions want them, and then all values; others keep both of each token together. So
+those block_tokens * C numbers are stored as they come, cut into two halves that stand where the
+store has keys and values, and whatever the kernels depend on is part of the name (vllm_identity).
+It follows that only whole blocks can be stored, and only without loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from chatkv.errors import ModelError
+from chatkv_store.chain import RunResult, StoredBlock
+from chatkv_store.errors import BlockMiss
+from chatkv_store.layout import DType, KVLayout
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from chatkv_store.blocks import BlockStore
+
+    Bits = npt.NDArray[np.unsignedinteger[Any]]
+
+_DTYPES: dict[torch.dtype, DType] = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+}
+
+
+class KVTensors:
+    """The KV of one worker, layers in the order in which they compute.
+
+    Raises ModelError where it is of a kind that cannot be stored.
+    """
+
+    def __init__(self, caches: Mapping[str, Tensor], names: Sequence[str], block_tokens: int):
+        self.layer_of = {name: index for index, name in enumerate(names)}
+        self.layers = [caches[name] for name in names]
+        first = self.layers[0]
+        if any(one.shape != first.shape or one.dtype != first.dtype for one in self.layers):
+            raise ModelError("its layers keep KV in different shapes")
+        if first.dim() != 4 or first.shape[2] != block_tokens or first.shape[3] % 4:
+            raise ModelError(
+                f"its KV has the shape {tuple(first.shape)}, not "
+                f"(blocks, heads, {block_tokens}, a multiple of 4)"
+            )
+        if first.dtype not in _DTYPES:
+            raise ModelError(f"its KV is of {first.dtype}; it can be kept in 16 and 32 bits only")
+        heads, width = first.shape[1], first.shape[3]
+        self.layout = KVLayout(
+            len(self.layers), heads, width // 2, _DTYPES[first.dtype], block_tokens
+        )
+        in_memory = first.device.type == "cpu" and all(
+            one[0].is_contiguous() for one in self.layers
+        )
+        self._views = [self._halves(one) for one in self.layers] if in_memory else None
+
+    def take(self, block_ids: Sequence[int]) -> list[Callable[[int], Bits]]:
+        """The KV of each block as it is now, as a `NewBlock` takes its values.
+
+        On a device it is copied there, in the order of what computes it, and fetched when its
+        values are asked for.
+        """
+        if self._views is not None:
+            return [self._values(self._copy(block)) for block in block_ids]
+        if not block_ids:
+            return []
+        wanted = torch.tensor(list(block_ids), device=self.layers[0].device)
+        there = torch.stack([one.index_select(0, wanted) for one in self.layers], dim=1)
+        return [self._values(fetch) for fetch in _fetchers(there, self.layout)]
+
+    def destination(self, block_ids: Sequence[int], first: int) -> Blocks:
+        """Where `load_blocks` puts a request's blocks, of which number `first` is block_ids[0]."""
+        return Blocks(self, block_ids, first)
+
+    def put(self, layer: int, block: int, halves: Bits) -> None:
+        """Set one layer of a block to [2, heads, tokens, head_dim]."""
+        into = self.layers[layer][block]
+        bits = torch.from_numpy(halves.swapaxes(0, 1).copy()).view(into.dtype)
+        into.copy_(bits.reshape(into.shape))
+
+    def view(self, layer: int, block: int) -> Bits | None:
+        """One layer of a block as [2, heads, tokens, head_dim], None where it lies elsewhere."""
+        return None if self._views is None else self._views[layer][block]
+
+    def _halves(self, layer: Tensor) -> Bits:
+        """View [blocks, 2, heads, tokens, head_dim] of a layer in this process' memory."""
+        blocks, heads, tokens, width = layer.shape
+        return as_bits(layer.view(blocks, heads, 2, tokens, width // 2)).swapaxes(1, 2)
+
+    def _copy(self, block: int) -> Callable[[], Bits]:
+        import numpy as np
+
+        assert self._views is not None
+        taken = np.stack([one[block] for one in self._views])
+        return lambda: taken
+
+    def _values(self, whole: Callable[[], Bits]) -> Callable[[int], Bits]:
+        def value(group: int) -> Bits:
+            layers = self.layout.value_layers(group)
+            return whole()[layers.start : layers.stop]
+
+        return value
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of one request as a destination of `load_blocks`."""
+
+    tensors: KVTensors
+    block_ids: Sequence[int]
+    first: int
+    run_blocks: int = 1  # they lie anywhere
+
+    def read(
+        self, store: BlockStore, blocks: Sequence[StoredBlock], group: int, start: int
+    ) -> RunResult:
+        import numpy as np
+
+        (block,) = blocks
+        layout = self.tensors.layout
+        at = self.block_ids[start // layout.block_tokens - self.first]
+        shape = layout.value_shape(group, layout.block_tokens)
+        try:
+            halves = np.empty(shape, layout.bits_dtype)
+            num_bytes = store.read(block, group, halves)
+        except BlockMiss as miss:
+            return RunResult(0, 0, miss.reason)
+        for layer, half in zip(layout.value_layers(group), halves, strict=True):
+            into = self.tensors.view(layer, at)
+            if into is None:
+                self.tensors.put(layer, at, half)
+            else:
+                into[...] = half
+        return RunResult(1, num_bytes, None)
+
+
+def as_bits(tensor: Tensor) -> Bits:
+    """View of a tensor in this process' memory as bits."""
+    kind = torch.uint32 if tensor.dtype == torch.float32 else torch.uint16
+    return tensor.view(kind).numpy()
+
+
+def _fetchers(there: Tensor, layout: KVLayout) -> list[Callable[[], Bits]]:
+    """What brings each block of [blocks, layers, heads, tokens, C] over, once."""
+    is_there: Any = None
+    if there.is_cuda:
+        is_there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        is_there.record(torch.cuda.current_stream(there.device))
+    shape = (layout.num_layers, layout.num_kv_heads, 2, layout.block_tokens, layout.head_dim)
+
+    def fetcher(block: Tensor) -> Callable[[], Bits]:
+        fetched: list[Bits] = []
+
+        def fetch() -> Bits:
+            if not fetched:
+                if is_there is not None:
+                    is_there.synchronize()
+                host = block.cpu().contiguous()
+                fetched.append(as_bits(host).reshape(shape).swapaxes(1, 2))
+            return fetched[0]
+
+        return fetch
+
+    return [fetcher(block) for block in there]
