@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from chatkv.engine.drafts import Draft
+from chatkv.engine.drafts import Draft, GoesOn, always
 from chatkv.engine.engine import Engine, Preempted
 from chatkv.engine.pool import BLOCK_TOKENS, BlockPool
 from chatkv.engine.sampling import Sampler
@@ -45,6 +45,7 @@ class ModelDrafter:
     source: str = field(default="model", init=False)
     most: int = field(default=MAX_DRAFT, init=False)
     share: float = field(default=0.25, init=False)
+    adapts: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         sequence = self.sequence
@@ -54,10 +55,10 @@ class ModelDrafter:
     def expected(self, kind: int) -> float:
         return 0.6
 
-    def outlook(self, ids: Sequence[int]) -> int | None:
+    def outlook(self, ids: Sequence[int], freely: bool = False) -> int | None:
         return 0 if len(ids) + self.most <= self.engine.max_tokens else None
 
-    def propose(self, ids: Sequence[int], count: int) -> Draft:
+    def propose(self, ids: Sequence[int], count: int, goes_on: GoesOn = always) -> Draft:
         own, engine = self._own, self.engine
         drawn = []
         try:
@@ -74,7 +75,7 @@ class ModelDrafter:
                 seconds = time.perf_counter() - began
         except (ContextFull, Preempted):  # its memory is small: the answer goes on without drafts
             return Draft()
-        return Draft([one.token for one in drawn], drawn, seconds)
+        return Draft([one.token for one in drawn], drawn, seconds=seconds)
 
 
 def draft_engine(

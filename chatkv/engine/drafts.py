@@ -10,7 +10,7 @@ that are looked up change nothing about an answer, not even for a given seed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,10 +31,12 @@ class Drawn:
 @dataclass(frozen=True)
 class Draft:
     """Tokens that may follow; `drawn` is empty where they were looked up, else one for each.
-    seconds: what drafting took, 0 where that is next to nothing."""
+    kinds: of each token but the first, where they are not all of one kind. seconds: what drafting
+    took, 0 where that is next to nothing."""
 
     tokens: Sequence[int] = ()
     drawn: Sequence[Drawn] = ()
+    kinds: Sequence[int] = ()
     seconds: float = 0.0
 
     def __len__(self) -> int:
@@ -42,6 +44,15 @@ class Draft:
 
     def drawn_at(self, index: int) -> Drawn | None:
         return self.drawn[index] if index < len(self.drawn) else None
+
+
+GoesOn = Callable[[int], bool]
+"""Whether a draft is worth another token, of such a kind. Asked before each but the first."""
+
+
+def always(kind: int) -> bool:
+    """`GoesOn` whatever comes."""
+    return True
 
 
 class Drafter(Protocol):
@@ -63,11 +74,16 @@ class Drafter(Protocol):
     def expected(self, kind: int) -> float:
         """How often a token of such a draft is right, until that is measured."""
 
-    def outlook(self, ids: Sequence[int]) -> int | None:
+    def outlook(self, ids: Sequence[int], freely: bool = False) -> int | None:
         """What kind of draft follows `ids`: kinds differ in how often they are right. None: there
-        is none. The next `propose` is about the same ids."""
+        is none; freely: or to look would take some time. The next `propose` is about the same
+        ids."""
 
-    def propose(self, ids: Sequence[int], count: int) -> Draft:
+    @property
+    def adapts(self) -> bool:
+        """Whether the next draft asks `goes_on`, so that it may be as long as it pays."""
+
+    def propose(self, ids: Sequence[int], count: int, goes_on: GoesOn = always) -> Draft:
         """At most `count` tokens behind ids."""
 
 
@@ -78,14 +94,15 @@ class NoDrafts:
     source: str = field(default="off", init=False)
     most: int = field(default=0, init=False)
     share: float = field(default=0.0, init=False)
+    adapts: bool = field(default=False, init=False)
 
     def expected(self, kind: int) -> float:
         return 0.0
 
-    def outlook(self, ids: Sequence[int]) -> int | None:
+    def outlook(self, ids: Sequence[int], freely: bool = False) -> int | None:
         return None
 
-    def propose(self, ids: Sequence[int], count: int) -> Draft:
+    def propose(self, ids: Sequence[int], count: int, goes_on: GoesOn = always) -> Draft:
         return Draft()
 
 

@@ -19,13 +19,14 @@ from chatkv.engine.draft_costs import DraftCosts
 from chatkv.engine.drafts import Draft
 from chatkv.engine.memory import Memory
 from chatkv.engine.pool import BLOCK_TOKENS, Pool
-from chatkv.engine.runner import runner_for
+from chatkv.engine.runner import SpanRunner, runner_for
 from chatkv.engine.sampling import Sampler
 from chatkv.engine.scheduler import POLL_S, Cancelled, Piece, Scheduler
 from chatkv.engine.sequence import TokenSequence
 from chatkv.engine.speculation import Speculation
 from chatkv.errors import ContextFull
 from chatkv.model.decoder import Decoder
+from chatkv.model.mtp import Predictor
 
 
 class LayerMissing(Exception):
@@ -67,6 +68,7 @@ class Engine:
             idle = self.pool.num_blocks * BLOCK_TOKENS // 2
         self.memory = Memory(self.pool, idle)
         self.drafts: Engine | None = None
+        self.predictor: Predictor | None = None
         self.runner = runner_for(self.decoder, self.pool)
         self.scheduler = Scheduler(self._forward)
         self.memory.on_leave = self.scheduler.leave
@@ -83,6 +85,11 @@ class Engine:
     def draft_with(self, engine: Engine) -> None:
         """Let a smaller model, of the same tokens, draft for this one."""
         self.drafts = engine
+
+    def predict_with(self, predictor: Predictor) -> None:
+        """Let modules or heads of the model's own draft for it."""
+        assert isinstance(self.runner, SpanRunner), "recorded steps keep nothing to draft from"
+        self.predictor, self.runner.keeps_hidden = predictor, True
 
     @property
     def draft_costs(self) -> DraftCosts:
@@ -134,6 +141,8 @@ class Engine:
                 logits = self.scheduler.run(piece, cancelled)
             except LayerMissing:
                 continue  # the next gap begins where the KV ends
+            if piece.hidden is not None:
+                sequence.trail.extend(piece.stop - len(piece.hidden), piece.hidden)
             if on_progress is not None:
                 on_progress(sequence.num_cached, total)
         assert logits is not None
@@ -158,7 +167,7 @@ class Engine:
         them back, and call again with the logits after its last id. Waits where there is no room
         for its next block; raises Cancelled and ContextFull then.
         """
-        draft, rows, row, drawn = Draft(), logits[None], 0, None
+        draft, rows, row, drawn, hidden = Draft(), logits[None], 0, None, None
         try:
             for count in range(max_new_tokens):
                 if drawn is not None:
@@ -179,6 +188,8 @@ class Engine:
                     raise Preempted
                 if is_drafted:
                     sequence.num_cached, row = total, row + 1
+                    if hidden is not None:
+                        sequence.trail.extend(total - 1, hidden[row : row + 1])
                     continue
                 self._wait_for_room(sequence, cancelled)
                 if speculation is not None:
@@ -192,6 +203,9 @@ class Engine:
                     piece.may_go_ahead = self._room_for_draft(sequence, more) > 0
                 computed = self.scheduler.run(piece)
                 rows, row, drawn = computed if draft else computed[None], 0, piece.token
+                hidden = piece.hidden
+                if hidden is not None:
+                    sequence.trail.extend(total - 1, hidden[:1])
         finally:
             self.scheduler.leave(sequence)
 

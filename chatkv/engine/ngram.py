@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from chatkv.engine.drafts import Draft
+from chatkv.engine.drafts import Draft, GoesOn, always
 
 MAX_DRAFT = 16
 # Places that a lookup compares, the latest first, and how far back each.
@@ -18,6 +18,7 @@ _MAX_PLACES = 24
 _MAX_MATCH = 24
 # The shortest match of each kind, and how often its next token is right, before that is measured.
 _KINDS = ((2, 0.3), (3, 0.4), (4, 0.5), (6, 0.65), (9, 0.8), (16, 0.9))
+NUM_KINDS = len(_KINDS)
 
 
 @dataclass
@@ -27,6 +28,7 @@ class NgramDrafter:
     source: str = field(default="ngram", init=False)
     most: int = field(default=MAX_DRAFT, init=False)
     share: float = field(default=0.0, init=False)
+    adapts: bool = field(default=False, init=False)
     _latest: dict[tuple[int, int], int] = field(default_factory=dict)  # where such a pair ended
     _before: list[int] = field(default_factory=list)  # by position: where it ended before, or -1
     _place: int = -1  # the last token of the stretch that was found
@@ -34,14 +36,14 @@ class NgramDrafter:
     def expected(self, kind: int) -> float:
         return _KINDS[kind][1]
 
-    def outlook(self, ids: Sequence[int]) -> int | None:
+    def outlook(self, ids: Sequence[int], freely: bool = False) -> int | None:
         self._extend(ids)
         self._place, length = self._longest(ids)
         if self._place < 0:
             return None
         return max(kind for kind, (shortest, _) in enumerate(_KINDS) if shortest <= length)
 
-    def propose(self, ids: Sequence[int], count: int) -> Draft:
+    def propose(self, ids: Sequence[int], count: int, goes_on: GoesOn = always) -> Draft:
         # A stretch that reaches up to the end goes on with what it drafts: it repeats itself.
         start, size = self._place + 1, len(ids)
         tokens: list[int] = []

@@ -8,9 +8,10 @@ from typing import Literal
 
 from chatkv.errors import UsageError
 
-# Where drafts of an answer come from: what was said before (ngram, which auto stands for where no
-# other rounding is forbidden), a smaller model, or nowhere (off).
-Speculate = Literal["auto", "ngram", "model", "off"]
+# Where drafts of an answer come from: what was said before (ngram), modules or heads of the model's
+# own (mtp), a smaller model, or nowhere (off). auto: the first two, as far as the model has them,
+# where no other rounding is forbidden.
+Speculate = Literal["auto", "ngram", "mtp", "model", "off"]
 
 
 @dataclass(frozen=True)

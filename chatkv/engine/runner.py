@@ -9,6 +9,7 @@ the smallest that it fits into, its last rows standing for nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Protocol
 
@@ -25,6 +26,7 @@ from chatkv.engine.pool import BLOCK_TOKENS, BlockPool, Pool, RunSpan
 from chatkv.engine.sampling import Sampler
 from chatkv.engine.scheduler import Piece
 from chatkv.engine.sequence import TokenSequence
+from chatkv.engine.trail import MAX_ROWS
 from chatkv.model.batch import PagedBatch
 from chatkv.model.decoder import Decoder
 
@@ -57,6 +59,8 @@ def runner_for(decoder: Decoder, pool: Pool) -> Runner:
 class SpanRunner:
     """Sequences one by one, over views of consecutive blocks."""
 
+    keeps_hidden = False  # whether pieces get what drafts go on from
+
     def __init__(self, decoder: Decoder, pool: BlockPool) -> None:
         self.decoder, self.pool = decoder, pool
 
@@ -71,7 +75,10 @@ class SpanRunner:
             )
         device = self.decoder.device
         wanted = wanted_rows(pieces, device)
-        logits = self.decoder.forward(torch.tensor(ids, device=device), spans, rows=wanted)
+        keep = partial(_keep_hidden, pieces) if self.keeps_hidden else None
+        logits = self.decoder.forward(
+            torch.tensor(ids, device=device), spans, rows=wanted, keep=keep
+        )
         return by_piece(logits, pieces)
 
     def can_draw(self, sampler: Sampler) -> bool:
@@ -197,6 +204,12 @@ def by_piece(logits: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
     """`Piece.logits` of each piece, from the logits of the rows that are wanted."""
     parts = torch.split(logits, [1 + len(piece.draft) for piece in pieces])
     return [part if piece.draft else part[0] for part, piece in zip(parts, pieces, strict=True)]
+
+
+def _keep_hidden(pieces: Sequence[Piece], hidden: Tensor) -> None:
+    """Give each piece the rows of its tokens, the last ones of a long one."""
+    for piece, rows in zip(pieces, torch.split(hidden, [p.length for p in pieces]), strict=True):
+        piece.hidden = rows[-MAX_ROWS:].clone() if len(rows) < len(hidden) else rows[-MAX_ROWS:]
 
 
 def _on_host(logits: Tensor) -> Tensor:

@@ -53,13 +53,17 @@ class Sampler:
         """What decides that draw, from [0, 1)."""
         return self._numbers(draw_number)[_TO_PICK]
 
-    def propose(self, logits: Tensor, ahead: int) -> Drawn:
-        """A guess at the token after the next `ahead` ones, from the logits of somebody who drafts.
-        Draws nothing that is counted."""
+    def propose(self, logits: Tensor, ahead: int, vocabulary: Tensor | None = None) -> Drawn:
+        """A guess at the token after the next `ahead` ones, from the logits of somebody who drafts,
+        which are those of all tokens or of `vocabulary` [len(logits)]. Draws nothing that is
+        counted."""
         if self.options.temperature == 0:
-            token = logits.argmax()
-            return Drawn(int(token), (token[None], torch.ones(1, dtype=torch.float64)))
+            ids = logits.argmax()[None]
+            ids = ids if vocabulary is None else vocabulary[ids]
+            return Drawn(int(ids), (ids, torch.ones(1, dtype=torch.float64)))
         ids, probabilities = self.distribution(logits)
+        if vocabulary is not None:
+            ids = vocabulary[ids]
         number = self._numbers(self.draws + ahead)[_TO_PROPOSE]
         token_id = draw(ids, probabilities, number)
         return Drawn(token_id, (ids, probabilities / probabilities.sum()))

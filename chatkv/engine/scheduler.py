@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from chatkv.engine.budget import LEAST_TOKENS, StepBudget
+from chatkv.engine.calls import Call
 from chatkv.engine.draft_costs import DraftCosts
 from chatkv.engine.sampling import Sampler
 from chatkv.engine.sequence import TokenSequence
@@ -73,6 +74,8 @@ class Piece:
     # After the last token computed, [vocab_size] float32. With a draft: after the one in front of
     # it and after each of its tokens, [1 + num_drafted, vocab_size].
     logits: Tensor | None = None
+    # Out of the last norm, for each token computed, [length, hidden_size]; None: nobody keeps it.
+    hidden: Tensor | None = None
     error: BaseException | None = None
     is_started: bool = False
     num_passed_over: int = 0  # steps that had no room for it
@@ -104,6 +107,7 @@ class Scheduler:
     num_steps: int = 0
     _step_s: float = 0.0  # that the last step took
     _pending: list[Piece] = field(default_factory=list)
+    _calls: list[Call] = field(default_factory=list)
     _last_steps: dict[TokenSequence, int] = field(default_factory=dict)  # of turns that go on
     _last_tokens: dict[TokenSequence, int] = field(default_factory=dict)  # of answers, the same
     _thread: threading.Thread | None = None
@@ -128,6 +132,17 @@ class Scheduler:
         assert piece.logits is not None
         return piece.logits
 
+    def compute(self, work: Callable[[], None]) -> None:
+        """Have the thread that computes do something small between two steps, on all cores. Raises
+        what it raises."""
+        leave_cores_to_others()
+        call = Call(work)
+        with self._changed:
+            self._begin()
+            self._calls.append(call)
+            self._changed.notify()
+        call.result()
+
     def leave(self, sequence: TokenSequence) -> None:
         """The sequence's turn has no more to ask: no step waits for it."""
         with self._changed:
@@ -145,13 +160,16 @@ class Scheduler:
 
     def _ask(self, piece: Piece) -> None:
         with self._changed:
-            if self._is_closed:
-                raise EngineClosed("the engine is closed")
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
-                self._thread.start()
+            self._begin()
             self._pending.append(piece)
             self._changed.notify()
+
+    def _begin(self) -> None:
+        if self._is_closed:
+            raise EngineClosed("the engine is closed")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+            self._thread.start()
 
     def _withdraw(self, piece: Piece) -> None:
         """Nothing is written into the sequence's blocks once its turn goes on."""
@@ -174,30 +192,46 @@ class Scheduler:
                 self._step(batch)
 
     def _next_batch(self) -> list[Piece] | None:
-        """What the next step computes; None: closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._pending or self._is_closed)
-            self._changed.wait_for(self._has_everyone, max(GRACE_S, GRACE * self._step_s))
-            if self._is_closed:
-                for piece in self._pending:
-                    piece.error = EngineClosed("the engine was closed")
-                    piece.done.set()
-                return None
-            batch = self._choose()
-            for piece in batch:
-                piece.is_started = True
-            self._pending = [piece for piece in self._pending if not piece.is_started]
-            for piece in self._pending:
-                piece.num_passed_over += 1
-            self.num_steps += 1
-            for piece in batch:
-                self._last_steps[piece.sequence] = self.num_steps
-                if piece.is_decode:
-                    self._last_tokens[piece.sequence] = self.num_steps
-            for steps in (self._last_steps, self._last_tokens):
-                for sequence in [s for s, at in steps.items() if at <= self.num_steps - LATE_STEPS]:
-                    del steps[sequence]
-            return batch
+        """What the next step computes, and before it all that is called for; None: closed."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._calls or self._is_closed)
+                self._changed.wait_for(
+                    lambda: self._calls or self._has_everyone(),
+                    max(GRACE_S, GRACE * self._step_s),
+                )
+                calls, self._calls = self._calls, []
+                if self._is_closed:
+                    self._refuse([*self._pending, *calls])
+                    return None
+                if not calls:
+                    return self._taken()
+            for call in calls:
+                call.run()
+
+    @staticmethod
+    def _refuse(asked: Iterable[Piece | Call]) -> None:
+        for one in asked:
+            one.error = EngineClosed("the engine was closed")
+            one.done.set()
+
+    def _taken(self) -> list[Piece]:
+        """The pieces of the next step, taken from those that wait."""
+        batch = self._choose()
+        for piece in batch:
+            piece.is_started = True
+        self._pending = [piece for piece in self._pending if not piece.is_started]
+        for piece in self._pending:
+            piece.num_passed_over += 1
+        self.num_steps += 1
+        for piece in batch:
+            self._last_steps[piece.sequence] = self.num_steps
+            if piece.is_decode:
+                self._last_tokens[piece.sequence] = self.num_steps
+        for steps in (self._last_steps, self._last_tokens):
+            for sequence in [s for s, at in steps.items() if at <= self.num_steps - LATE_STEPS]:
+                del steps[sequence]
+        return batch
 
     def _has_everyone(self) -> bool:
         """Whether all of the last step have asked again, or said that they will not."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from chatkv.engine.pool import Run
+from chatkv.engine.trail import Trail
 
 
 @dataclass(eq=False)
@@ -25,6 +26,7 @@ class TokenSequence:
     exact_until: int | None = None
     name: str | None = None
     realm: str = ""
+    trail: Trail = field(default_factory=Trail)  # where this engine drafts by it
     version: int = 0  # while it is the same, ids and num_cached have only grown
 
     def common_prefix(self, ids: Sequence[int]) -> int:
@@ -42,6 +44,7 @@ class TokenSequence:
         # Before and after: who copies from here meanwhile must notice.
         self.version += 1
         self.ids, self.num_cached = list(ids), num_cached
+        self.trail.cut(num_cached)
         if self.exact_until is not None and num_cached <= self.exact_until:
             self.exact_until = None
         self.version += 1

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from chatkv.engine.draft_costs import DraftCosts
-from chatkv.engine.drafts import Draft, Drafter
+from chatkv.engine.drafts import Draft, Drafter, GoesOn
 from chatkv.engine.options import SpeculationCounts
 
 # What a draft must be expected to win, since expectations err.
@@ -22,6 +22,12 @@ PROBE_STEPS = 24
 # as so many tokens remains.
 _PRIOR_TOKENS = 4.0
 _KEPT_TOKENS = 60.0
+
+
+# Drafts that cost something even where none is made are judged by so many steps at least, and
+# what has cost more than it won is left for so many.
+_JUDGED_STEPS = 24.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 32, 512
 
 
 @dataclass
@@ -43,6 +49,29 @@ class _Rate:
 
 
 @dataclass
+class _Pause:
+    """From drafts that have cost more than they won, for some steps, ever more of them."""
+
+    spent: float = 0.0  # in plain steps, by those that drafted or looked whether to
+    won: float = 0.0  # tokens that these said
+    length: int = _FIRST_PAUSE
+    left: int = 0
+
+    def learn(self, spent: float, won: float) -> None:
+        self.spent, self.won = self.spent + spent, self.won + won
+        if self.spent < _JUDGED_STEPS:
+            return
+        if self.won < self.spent:
+            self.left, self.length = self.length, min(2 * self.length, _LONGEST_PAUSE)
+        self.spent, self.won = self.spent / 2, self.won / 2
+
+    def step(self) -> bool:
+        """Whether the step that begins is one of it."""
+        self.left = max(self.left - 1, 0)
+        return self.left > 0
+
+
+@dataclass
 class Speculation:
     """Drafts of one answer."""
 
@@ -50,10 +79,12 @@ class Speculation:
     costs: DraftCosts
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
     _rates: dict[int, _Rate] = field(default_factory=dict)
-    _kind: int = 0  # of the draft that is being judged
-    _guess: list[int] = field(default_factory=list)  # what of it is not judged yet
+    _guess: list[tuple[int, int]] = field(default_factory=list)  # not judged yet: token, kind
     _num_drafting: int = 0  # steps in a row
     _draft_s: float = 0.0  # that a drafted token takes
+    _pause: _Pause = field(default_factory=_Pause)
+    _spent: float = 0.0  # by the last step, where that is to be judged, in plain steps
+    _accepted: int = 0  # before it
 
     def __post_init__(self) -> None:
         self.counts.source = self.drafter.source
@@ -63,18 +94,30 @@ class Speculation:
         self.counts.steps += 1
         self._guess = []
         most = min(most, self.drafter.most)
-        kind = self.drafter.outlook(ids) if most > 0 else None
+        if self._spent:
+            self._pause.learn(self._spent, 1 + self.counts.accepted - self._accepted)
+            self._spent = 0.0
+        is_paused = self._pause.step()
+        kind = None
+        if most > 0:
+            kind = self.drafter.outlook(ids, freely=is_paused or self._must_be_plain())
         if kind is None:
             return self._none()
-        self._kind = kind
         length = self._length(kind, most)
+        draft = Draft()
+        if length and self.drafter.adapts:
+            draft = self.drafter.propose(ids, most, self._goes_on(kind))
+        elif length:
+            draft = self.drafter.propose(ids, length)
+        elif not self.drafter.share:  # judged like any other: it may begin to pay
+            self._expect(self.drafter.propose(ids, 1), kind)
+        if self.drafter.adapts:
+            looked = max(len(draft), 1) * self._draft_share()
+            self._spent, self._accepted = self.costs.step(len(draft)) + looked, self.counts.accepted
         if not length:
-            if not self.drafter.share:  # judged like any other: it may begin to pay
-                self._guess = list(self.drafter.propose(ids, 1).tokens)
             return self._none()
-        draft = self.drafter.propose(ids, length)
         self._learn_cost(draft)
-        self._guess = list(draft.tokens)
+        self._expect(draft, kind)
         self._num_drafting += 1
         self.counts.drafted += len(draft)
         return draft
@@ -84,30 +127,59 @@ class Speculation:
         self.counts.accepted += is_drafted
         if not self._guess:
             return
-        is_right = self._guess.pop(0) == token
-        self._rate(self._kind).learn(is_right)
-        if not is_right:
+        guess, kind = self._guess.pop(0)
+        self._rate(kind).learn(guess == token)
+        if guess != token:
             self._guess = []
+
+    def _expect(self, draft: Draft, kind: int) -> None:
+        kinds = [kind, *(draft.kinds or [kind] * (len(draft) - 1))]
+        self._guess = list(zip(draft.tokens, kinds, strict=True)) if draft else []
 
     def _none(self) -> Draft:
         self._num_drafting = 0
         return Draft()
 
+    def _must_be_plain(self) -> bool:
+        is_due = self._num_drafting >= PROBE_STEPS or self.costs.plain_s() is None
+        return is_due and not self.costs.is_fixed
+
     def _length(self, kind: int, most: int) -> int:
         """How many tokens to draft."""
-        costs = self.costs
-        if not costs.is_fixed and (self._num_drafting >= PROBE_STEPS or costs.plain_s() is None):
+        if self._must_be_plain():
             return 0
-        rate, others = self._rate(kind).value, costs.num_answers - 1
-        best, best_yield = 0, (others + 1) * _WORTH
+        rate, others, share = (
+            self._rate(kind).value,
+            self.costs.num_answers - 1,
+            self._draft_share(),
+        )
+        # Where looking ahead takes something, that is spent already.
+        none = 1 + share if self.drafter.adapts else 1.0
+        best, best_yield = 0, (others + 1) / none * _WORTH
         expected, accepted = 1.0, 1.0
         for length in range(1, most + 1):
             accepted *= rate
             expected += accepted
-            gained = (others + expected) / (costs.step(length) + length * self._draft_share())
+            gained = (others + expected) / (self.costs.step(length) + length * share)
             if gained > best_yield:
                 best, best_yield = length, gained
         return best
+
+    def _goes_on(self, first: int) -> GoesOn:
+        """Whether another token is worth what it takes, from how likely all up to it are right."""
+        accepted = self._rate(first).value
+        expected, length = 1 + accepted, 1
+        share, others = self._draft_share(), self.costs.num_answers - 1
+
+        def goes_on(kind: int) -> bool:
+            nonlocal accepted, expected, length
+            accepted *= self._rate(kind).value
+            now = (others + expected) / (self.costs.step(length) + length * share)
+            more = self.costs.step(length + 1) - self.costs.step(length) + share
+            expected, length = expected + accepted, length + 1
+            return accepted > now * more
+
+        return goes_on
 
     def _rate(self, kind: int) -> _Rate:
         if kind not in self._rates:
@@ -123,6 +195,6 @@ class Speculation:
     def _draft_share(self) -> float:
         """What a drafted token takes to draft, as a multiple of a plain step."""
         plain_s = self.costs.plain_s()
-        if self.costs.is_fixed or plain_s is None:
+        if self.costs.is_fixed or plain_s is None or not self.drafter.share:
             return self.drafter.share
         return self._draft_s / plain_s if self._draft_s else self.drafter.share

@@ -53,7 +53,7 @@ class Decoder:
         self.config = config
         self.device = torch.device(device)
         fused = self.device.type != "cpu" if fused is None else fused
-        made = _Weights(weights, self.device, few_rows)
+        made = LayerWeights(weights, self.device, few_rows)
         embedding = made.tensor("model.embed_tokens.weight")
         self.dtype = embedding.dtype
         self.embedding = embedding
@@ -61,9 +61,9 @@ class Decoder:
         self.head = Linear(embedding if config.tie_embeddings else made.tensor("lm_head.weight"))
         self.max_position = max_position or config.max_position
         self.rope = RopeTable(config, self.max_position, self.dtype, self.device)
-        self.layers: list[_Layer] = []
+        self.layers: list[Layer] = []
         for index in range(config.num_layers):
-            self.layers.append(_Layer(config, made, index, self.rope, fused))
+            self.layers.append(Layer(config, made, index, self.rope, fused))
             if on_progress is not None:
                 on_progress(index + 1, config.num_layers)
 
@@ -74,26 +74,36 @@ class Decoder:
         attended: Sequence[Span] | PagedBatch,
         every_position: bool = False,
         rows: Tensor | None = None,
+        keep: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Logits after each sequence's last new token: [num_seqs, vocab_size] float32.
 
         ids: [num_new] integers, the new tokens of one sequence after the other; attended: what
         they attend to. With every_position, the logits after every new token instead: [num_new,
-        vocab_size]; with rows [num_rows] of int64, after these of the new tokens.
+        vocab_size]; with rows [num_rows] of int64, after these of the new tokens. keep: gets what
+        comes out of the last norm for every new token, [num_new, hidden_size].
         """
         batch: Batch = (
             attended if isinstance(attended, PagedBatch) else SpanBatch(attended, self.rope)
         )
+        hidden = self.through_layers(ids, batch)
+        ends = None if every_position else batch.ends if rows is None else rows
+        if keep is not None:
+            normed = self.norm(hidden)
+            keep(normed)
+            return self.head(normed if ends is None else normed[ends]).float()
+        return self.head(self.norm(hidden if ends is None else hidden[ends])).float()
+
+    @torch.inference_mode()
+    def through_layers(self, ids: Tensor, batch: Batch) -> Tensor:
+        """What comes out of the last layer, [num_new, hidden_size], before the last norm."""
         hidden = F.embedding(ids, self.embedding)
         for layer in self.layers:
             hidden = layer.forward(hidden, batch)
-        ends = None if every_position else batch.ends if rows is None else rows
-        if ends is not None:
-            hidden = hidden[ends]
-        return self.head(self.norm(hidden)).float()
+        return hidden
 
 
-class _Weights:
+class LayerWeights:
     """Weights by name, on their device, as what computes with them."""
 
     def __init__(
@@ -118,13 +128,13 @@ class _Weights:
         return QuantisedLinear(joined, bias, dtype, self._few_rows)
 
 
-class _Layer:
+class Layer:
     """Attention and MLP of one layer, each behind its norm and added to the residual stream."""
 
     def __init__(
         self,
         config: ModelConfig,
-        weights: _Weights,
+        weights: LayerWeights,
         index: int,
         rope: RopeTable,
         fused: bool,

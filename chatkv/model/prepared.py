@@ -59,6 +59,7 @@ class PreparedModel:
     special_tokens: dict[str, str]
     eos_ids: tuple[int, ...]
     quantised: Quantised | None = None
+    files_digest: bytes = b""  # of the weights as they were published, whatever is made of them
 
     @property
     def stored(self) -> Stored:
@@ -109,6 +110,7 @@ def prepare(
         special_tokens=record.special_tokens,
         eos_ids=tuple(record.eos_ids),
         quantised=quantised,
+        files_digest=files_digest,
     )
 
 
@@ -131,6 +133,7 @@ def _prepare_checkpoint(
     named = f"hf:{FORMAT}:{stored}:".encode() + files_digest + meaning
     plain = PreparedModel(
         name=files.name,
+        files_digest=files_digest,
         folder=files.path,
         dtype=dtype,
         weights_digest=hashlib.sha256(named).digest(),

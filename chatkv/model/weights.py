@@ -6,7 +6,7 @@ touches them, and several processes share them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -73,14 +73,15 @@ def load_weights(prepared: PreparedModel) -> Mapping[str, Weight]:
     dtype = TORCH_DTYPES[prepared.dtype]
     shapes = expected_shapes(prepared.config)
     tensors: dict[str, Weight] = {}
-    for file in prepared.weights:
-        found = map_file(file)
+    mapped = {file: map_file(file) for file in prepared.weights}
+    modules = tuple(_module_prefixes(mapped.values(), prepared.config))
+    for file, found in mapped.items():
         if prepared.quantised is not None:
             tensors |= _take_quantised(file, found, shapes, prepared.quantised == "own")
         for name, tensor in found.items():
             if name in shapes:
                 tensors[name] = checked(file, name, tensor, shapes[name]).to(dtype)
-            elif not is_harmless(name, prepared.config):
+            elif not is_harmless(name, prepared.config) and not name.startswith(modules):
                 architecture = prepared.config.architecture
                 raise ModelError(
                     f"{file}: {one_line(name)} is no tensor of a {architecture} model with this "
@@ -140,6 +141,18 @@ def checked(
         stored = str(tensor.dtype).removeprefix("torch.")
         raise ModelError(f"{file}: {name} is stored as {stored}, which is not supported")
     return tensor
+
+
+def _module_prefixes(
+    mapped: Iterable[Mapping[str, torch.Tensor]], config: ModelConfig
+) -> Iterator[str]:
+    """Of the modules that a checkpoint has behind its layers (see `mtp_file`)."""
+    for names in mapped:
+        for name in names:
+            prefix = name.removesuffix("eh_proj.weight")
+            number = prefix.removeprefix("model.layers.").rstrip(".")
+            if prefix != name and number.isdigit() and int(number) >= config.num_layers:
+                yield prefix
 
 
 def is_harmless(name: str, config: ModelConfig) -> bool:

@@ -81,6 +81,8 @@ class Generation:
     def run(self, planned: Planned) -> None:
         """From the plan to the last token. Raises Cancelled; then `reply` holds what was made."""
         self._restore(planned)
+        # Drafts go on from this turn's own tokens: so it drafts after a restart as without one.
+        self.sequence.trail.begin_at(planned.situation.history)
         compute = self._prefill
         while True:
             try:

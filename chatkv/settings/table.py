@@ -189,7 +189,8 @@ _ALL = (
         "CHATKV_SPECULATE",
         "--speculate",
         "Where guesses at the next tokens come from, which make answers faster and not other ones: "
-        "from what was said before (ngram, also auto), a smaller model, or nowhere (off).",
+        "from what was said before (ngram), modules of the model's own (mtp), both as far as there "
+        "are any (auto), a smaller model, or nowhere (off).",
         CHATS,
     ),
     Setting(
@@ -200,6 +201,16 @@ _ALL = (
         "",
         "A smaller model with the same tokens, for --speculate model.",
         unset="none",
+        is_carried=True,
+    ),
+    Setting(
+        "mtp",
+        Text("a file with its whole path"),
+        None,
+        "CHATKV_MTP",
+        "",
+        "Modules or heads that draft for the model, as scripts/train_mtp.py writes them.",
+        unset="those of the checkpoint, or that come with the built-in model",
         is_carried=True,
     ),
     Setting(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from chatkv.engine.draft_costs import DraftCosts
-from chatkv.engine.drafts import Draft
+from chatkv.engine.drafts import Draft, GoesOn, always
 from chatkv.engine.engine import Engine
 from chatkv.engine.ngram import NgramDrafter
 from chatkv.engine.options import SamplingOptions
@@ -39,14 +39,15 @@ class Oracle:
     source: str = "oracle"
     most: int = 7
     share: float = 0.0
+    adapts: bool = False
 
     def expected(self, kind: int) -> float:
         return 0.9
 
-    def outlook(self, ids: Sequence[int]) -> int | None:
+    def outlook(self, ids: Sequence[int], freely: bool = False) -> int | None:
         return 0
 
-    def propose(self, ids: Sequence[int], count: int) -> Draft:
+    def propose(self, ids: Sequence[int], count: int, goes_on: GoesOn = always) -> Draft:
         at = len(ids) - self.prompt
         places = range(at, min(at + count, len(self.answer)))
         return Draft([(self.answer[n] + (n % self.errs == 0)) % 96 for n in places])

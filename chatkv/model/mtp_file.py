@@ -1,0 +1,241 @@
+"""Files of modules and heads: what is in them, for which weights they were made, how to read them.
+
+A file is safetensors. Its metadata tell the kind, the digest of the model's weight files that it
+was trained on, and what was measured then. Modules have the names of DeepSeek-V3's checkpoints,
+`model.layers.{num_layers + n}.…`; so they are found in a checkpoint that has them itself, too.
+Others are read from a file whose digest is the model's: any other weights would make poor guesses.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from chatkv.errors import ModelError
+from chatkv.model.config import ModelConfig
+from chatkv.model.decoder import Decoder
+from chatkv.model.mtp import Module, ParallelHead, Predictor, SharedHead, module_config
+from chatkv.model.one_line import one_line
+from chatkv.model.weights import Weight, expected_shapes
+
+if TYPE_CHECKING:
+    from chatkv.model.prepared import PreparedModel
+
+Kind = Literal["modules", "heads"]
+FORMAT = "chatkv-mtp-1"
+VOCABULARY = "vocabulary"
+
+
+@dataclass(frozen=True)
+class About:
+    """What a file tells of itself. acceptance: how often the first, second, ... drafted token was
+    right on conversations that were held out, where those before it were; by how they were drawn.
+    """
+
+    kind: Kind
+    weights: str  # digest of the model's weight files, in hex
+    window: int = 256
+    acceptance: dict[str, list[float]] = field(default_factory=dict)
+    trained_on: str = ""
+
+    def to_metadata(self) -> dict[str, str]:
+        fields = {name: value for name, value in vars(self).items() if name != "kind"}
+        return {"format": FORMAT, "kind": self.kind, "about": json.dumps(fields, sort_keys=True)}
+
+
+def module_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name → shape of the tensors of one module, without its prefix."""
+    prefix, hidden = "model.layers.0.", config.hidden_size
+    layer = expected_shapes(module_config(config)).items()
+    return {
+        "enorm.weight": (hidden,),
+        "hnorm.weight": (hidden,),
+        "eh_proj.weight": (hidden, 2 * hidden),
+        **{name.removeprefix(prefix): shape for name, shape in layer if name.startswith(prefix)},
+        "shared_head.norm.weight": (hidden,),
+    }
+
+
+def head_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of one parallel head."""
+    return {
+        "linear.weight": (config.hidden_size, config.hidden_size),
+        "linear.bias": (config.hidden_size,),
+    }
+
+
+def module_prefix(config: ModelConfig, number: int) -> str:
+    return f"model.layers.{config.num_layers + number}."
+
+
+def head_prefix(number: int) -> str:
+    return f"heads.{number}."
+
+
+def shipped_file() -> Path:
+    """The modules of the embedded default model, which come with this package."""
+    return Path(str(resources.files("chatkv.model"))) / "smollm2-135m-instruct.mtp.safetensors"
+
+
+def read_about(file: Path) -> About:
+    """What a file tells of itself. Raises ModelError for one that is no such file."""
+    with _reading(file) as opened:
+        metadata = opened.metadata() or {}
+    if metadata.get("format") != FORMAT:
+        raise ModelError(f"{file} is no file of scripts/train_mtp.py")
+    try:
+        return About(kind=metadata["kind"], **json.loads(metadata["about"]))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ModelError(f"{file} says nothing sound of itself: {one_line(error)}") from error
+
+
+def predictor_from(
+    file: Path, decoder: Decoder, weights: Mapping[str, Weight], files_digest: bytes
+) -> Predictor:
+    """What is in `file`, behind `decoder`, whose tensors are `weights`.
+
+    Raises ModelError for a file that cannot be read, or was made for other weights.
+    """
+    about, tensors = _open(file)
+    if about.weights != files_digest.hex():
+        raise ModelError(
+            f"{file} was made for other weights: {about.weights[:16]}, and the model's are "
+            f"{files_digest.hex()[:16]}; train it again with scripts/train_mtp.py"
+        )
+    config = decoder.config
+    vocabulary = tensors.get(VOCABULARY)
+    if vocabulary is not None:
+        vocabulary = _sound_vocabulary(file, vocabulary.long(), config)
+    head = SharedHead(decoder, _head_rows(decoder, weights), vocabulary)
+    if about.kind == "heads":
+        heads = [
+            ParallelHead(part["linear.weight"], part["linear.bias"])
+            for part in _parts(file, tensors, head_prefix, head_shapes(config), decoder.dtype)
+        ]
+        return Predictor(head, decoder.embedding, heads=heads, origin=str(file.name))
+    modules = _modules(file, tensors, decoder)
+    return Predictor(head, decoder.embedding, modules, origin=str(file.name), window=about.window)
+
+
+def predictor_in_checkpoint(
+    files: Sequence[Path], decoder: Decoder, weights: Mapping[str, Weight]
+) -> Predictor | None:
+    """The modules that a checkpoint itself holds; None where it has none. Raises ModelError."""
+    behind = re.compile(r"model\.layers\.(\d+)\.")
+    found: dict[str, Tensor] = {}
+    for file in files:
+        with _reading(file) as opened:
+            for name in opened.keys():  # noqa: SIM118
+                layer = behind.match(name)
+                if layer and int(layer[1]) >= decoder.config.num_layers:
+                    found[name] = opened.get_tensor(name)
+    if not found:
+        return None
+    modules = _modules(files[0], found, decoder)
+    head = SharedHead(decoder, _head_rows(decoder, weights), None)
+    return Predictor(head, decoder.embedding, modules, origin="the checkpoint")
+
+
+def find_predictor(
+    named: str | None, prepared: PreparedModel, decoder: Decoder, weights: Mapping[str, Weight]
+) -> Predictor | None:
+    """What drafts for a prepared model: of the file that was named, else of its own checkpoint,
+    else what comes with this package, which is for the embedded default; None: nothing.
+
+    How the weights are kept does not matter: quantised ones are guessed at a little worse. Raises
+    ModelError for a file that was named and cannot be used.
+    """
+    if named:
+        return predictor_from(Path(named).expanduser(), decoder, weights, prepared.files_digest)
+    found = predictor_in_checkpoint(prepared.weights, decoder, weights)
+    if found is None and is_shipped_for(prepared.files_digest):
+        return predictor_from(shipped_file(), decoder, weights, prepared.files_digest)
+    return found
+
+
+def is_shipped_for(files_digest: bytes) -> bool:
+    """Whether what comes with this package was made for these weights."""
+    file = shipped_file()
+    return file.is_file() and read_about(file).weights == files_digest.hex()
+
+
+def _modules(file: Path, tensors: Mapping[str, Tensor], decoder: Decoder) -> list[Module]:
+    config = decoder.config
+    parts = _parts(
+        file,
+        tensors,
+        lambda number: module_prefix(config, number),
+        module_shapes(config),
+        decoder.dtype,
+    )
+    return [Module(config, part, decoder.rope) for part in parts]
+
+
+def _parts(
+    file: Path,
+    tensors: Mapping[str, Tensor],
+    prefix_of: Callable[[int], str],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+) -> list[dict[str, Tensor]]:
+    """The tensors of each module or head, as long as there are any."""
+    found: list[dict[str, Tensor]] = []
+    while any(name.startswith(prefix_of(len(found))) for name in tensors):
+        prefix, part = prefix_of(len(found)), {}
+        for name, shape in shapes.items():
+            tensor = tensors.get(prefix + name)
+            if tensor is None:
+                raise ModelError(f"{file} lacks the tensor {prefix}{name}")
+            if tuple(tensor.shape) != shape:
+                raise ModelError(
+                    f"{file}: {prefix}{name} has the shape {list(tensor.shape)}, and the model "
+                    f"wants {list(shape)}"
+                )
+            part[name] = tensor.to(dtype)
+        found.append(part)
+    if not found:
+        raise ModelError(f"{file} holds nothing that this model could guess with")
+    return found
+
+
+def _head_rows(decoder: Decoder, weights: Mapping[str, Weight]) -> Tensor:
+    if decoder.config.tie_embeddings:
+        return decoder.embedding
+    rows = weights["lm_head.weight"]
+    assert isinstance(rows, Tensor), "heads are not quantised"
+    return rows
+
+
+def _sound_vocabulary(file: Path, vocabulary: Tensor, config: ModelConfig) -> Tensor:
+    in_range = len(vocabulary) and 0 <= int(vocabulary.min()) <= int(vocabulary.max())
+    if not in_range or int(vocabulary.max()) >= config.vocab_size:
+        raise ModelError(f"{file}: its tokens are not those of the model")
+    if len(set(vocabulary.tolist())) < len(vocabulary):
+        raise ModelError(f"{file} has a token twice")
+    return vocabulary
+
+
+def _open(file: Path) -> tuple[About, dict[str, Tensor]]:
+    about = read_about(file)
+    with _reading(file) as opened:
+        return about, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[Any]:
+    import safetensors
+
+    try:
+        with safetensors.safe_open(str(file), framework="pt", device="cpu") as opened:
+            yield opened
+    except (OSError, safetensors.SafetensorError, ValueError, RuntimeError) as error:
+        raise ModelError(f"{file} is no sound safetensors file: {one_line(error)}") from error

@@ -1,0 +1,139 @@
+"""Drafts by a model's own modules and heads: as plain torch computes them, and verified."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chatkv.engine.drafts import Draft, spread
+from chatkv.engine.engine import Engine
+from chatkv.engine.mtp import MtpDrafter
+from chatkv.engine.options import SamplingOptions
+from chatkv.engine.sampling import Sampler
+from chatkv.engine.sequence import TokenSequence
+from chatkv.engine.sources import speculation
+from drafted import ALPHA, pvalue
+from small_engine import CONFIG, make_engine, make_weights, some_ids
+from small_mtp import Reference, small_predictor
+
+GREEDY = SamplingOptions(temperature=0)
+WILD = SamplingOptions(4.0, top_p=1.0, top_k=0, min_p=0.0)
+KINDS: list[dict[str, Any]] = [
+    {"kind": "modules", "number": 1},
+    {"kind": "modules", "number": 1, "vocabulary": range(5, 61, 2)},
+    {"kind": "modules", "number": 3},
+    {"kind": "heads", "number": 4, "vocabulary": range(40)},
+]
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = make_engine()
+    made.draft_costs.is_fixed = True
+    yield made
+    made.close()
+
+
+class Checked(MtpDrafter):
+    """Every draft beside what the reference says, from the whole sequence."""
+
+    reference: Reference
+    num_checked = 0
+
+    def propose(self, ids: Sequence[int], count: int, goes_on: Any = None) -> Draft:
+        draft = super().propose(ids, count)
+        hidden = self.sequence.trail.since(0)
+        for at, one in enumerate(draft.drawn):
+            logits = self.reference.logits(hidden, ids, draft.tokens[:at])
+            expected = self.sampler.propose(logits, at, self.predictor.head.vocabulary)
+            every = torch.arange(CONFIG.vocab_size)
+            mine, theirs = spread(one.distribution, every), spread(expected.distribution, every)
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-6)
+            type(self).num_checked += 1
+        return draft
+
+
+@pytest.mark.parametrize("wanted", KINDS)
+def test_drafts_are_those_of_plain_torch(
+    engine: Engine, tmp_path: Path, wanted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step by step, whatever of each draft was accepted."""
+    weights = make_weights()
+    _, tensors = small_predictor(tmp_path / "mtp.safetensors", engine, weights, **wanted)
+    monkeypatch.setattr(Checked, "reference", Reference(CONFIG, weights, tensors), raising=False)
+    monkeypatch.setattr(Checked, "num_checked", 0)
+    monkeypatch.setattr("chatkv.engine.sources.MtpDrafter", Checked)
+    monkeypatch.setattr("chatkv.engine.mtp._KINDS", ((0.0, 0.9),))  # drafts whatever it expects
+    tokens, counts = answer(engine, 80, WILD, "mtp")
+    assert len(tokens) == 80
+    assert Checked.num_checked > 40
+    assert 0 < counts.accepted < counts.drafted
+
+
+def answer(
+    engine: Engine,
+    count: int,
+    options: SamplingOptions,
+    wanted: str,
+    seed: int = 3,
+    prompt: int = 50,
+) -> tuple[list[int], Any]:
+    sequence, sampler = TokenSequence(some_ids(50, 2)), Sampler(options, seed)
+    with engine.memory.use(sequence):
+        logits = engine.prefill(sequence)
+        spec = speculation(wanted, engine, sequence, sampler)  # type: ignore[arg-type]
+        steps = engine.decode(sequence, logits, sampler, frozenset(), count, speculation=spec)
+        return [token for token, _ in steps], spec.counts
+
+
+@pytest.mark.parametrize("wanted", KINDS)
+def test_greedy_answers_are_the_models_own(
+    engine: Engine, tmp_path: Path, wanted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chatkv.engine.mtp._KINDS", ((0.0, 0.9),))
+    plain, _ = answer(engine, 120, GREEDY, "off")
+    small_predictor(tmp_path / "mtp.safetensors", engine, make_weights(), **wanted, window=16)
+    for source in ("mtp", "auto"):
+        tokens, counts = answer(engine, 120, GREEDY, source)
+        assert tokens == plain
+        assert counts.drafted > 0
+
+
+@pytest.mark.slow
+def test_sampled_answers_are_distributed_as_the_models(engine: Engine, tmp_path: Path) -> None:
+    """Of the second and third token, over many seeds."""
+    options, num_seeds = SamplingOptions(1.5, top_p=1.0, top_k=3, min_p=0.0), 300
+    small_predictor(tmp_path / "mtp.safetensors", engine, make_weights(), number=1)
+    heard: dict[tuple[int, ...], int] = {}
+    accepted = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("chatkv.engine.mtp._KINDS", ((0.0, 0.9),))
+        for seed in range(num_seeds):
+            tokens, counts = answer(engine, 4, options, "mtp", seed)
+            heard[tuple(tokens[:3])] = heard.get(tuple(tokens[:3]), 0) + 1
+            accepted += counts.accepted
+    assert accepted > 0
+    expected = {key: share * num_seeds for key, share in paths(engine, options, 3).items()}
+    assert set(heard) <= set(expected)
+    counts_of = torch.tensor([float(heard.get(path, 0)) for path in expected])
+    assert pvalue(counts_of, torch.tensor(list(expected.values()))) > ALPHA
+
+
+def paths(engine: Engine, options: SamplingOptions, length: int) -> dict[tuple[int, ...], float]:
+    """How likely each beginning of so many tokens is."""
+    sequence, sampler = TokenSequence(some_ids(50, 2)), Sampler(options, 0)
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    with engine.memory.use(sequence):
+        for _ in range(length):
+            longer = {}
+            for path, share in found.items():
+                sequence.become([*some_ids(50, 2), *path], min(49, sequence.num_cached))
+                ids, mass = sampler.distribution(engine.prefill(sequence))
+                for token, part in zip(ids.tolist(), (mass / mass.sum()).tolist(), strict=True):
+                    longer[(*path, token)] = share * part
+            found = longer
+    return found
