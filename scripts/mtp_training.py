@@ -59,10 +59,13 @@ def choose_vocabulary(talks: Sequence[Talk], head: Tensor, size: int) -> tuple[T
     """The tokens that are likeliest in answers, in the order of their ids, and their share."""
     total = torch.zeros(len(head))
     for talk in talks:
-        # Every fourth position will do: the head is large.
-        hidden = talk.hidden[:-1][talk.is_answer[1:]][::4].float()
+        # Some positions will do: the head is large.
+        hidden = talk.hidden[:-1][talk.is_answer[1:]][::16].float()
         total += (hidden @ head.T).softmax(-1).sum(0)
         total += torch.bincount(talk.ids[talk.is_answer], minlength=len(head))
+    # Tokens that were never said count too: the earlier a tokenizer has merged one, the more often
+    # it is said.
+    total = total / total.sum() + 0.015 / (torch.arange(len(head)) + 50)
     chosen = total.topk(size).indices.sort().values
     return chosen, float(total[chosen].sum() / total.sum())
 
@@ -100,10 +103,10 @@ class Trainer:
                 left = (time.monotonic() - began) / (self.done - first) * (self.updates - self.done)
                 text = f"update {self.done} of {self.updates}: {mean:.3f}, {left / 60:.0f} min left"
                 print(text, file=sys.stderr, flush=True)
-                self._save()
-        self._save()
+                self.save()
+        self.save()
 
-    def _save(self) -> None:
+    def save(self) -> None:
         part = self.checkpoint.with_suffix(".part")
         state = {"network": self.network.state_dict(), "optimizer": self._optimizer.state_dict()}
         torch.save({**state, "done": self.done}, part)
@@ -170,19 +173,24 @@ def acceptance(
     it were: greedy, in greedy conversations; and drawn at `TEMPERATURE`, in the others."""
     rights = {"greedy": torch.zeros(steps), "sampled": torch.zeros(steps)}
     counts = {"greedy": torch.zeros(steps), "sampled": torch.zeros(steps)}
-    head = whole_head[vocabulary]
     for talk in talks:
         hidden, embedded, _ = padded([talk], embedding)
         name, before = ("greedy" if talk.is_greedy else "sampled"), None
+        more, since = _said_besides(talk, vocabulary)
+        ids = torch.cat([vocabulary, more])
+        head = whole_head[ids]
         for step, out in enumerate(network.steps(hidden, embedded, steps)):
             mine = out[0] @ head.T
             rows = len(mine) - 1  # the last guesses what nobody knows
+            # A token that was said before the draft begins may be drafted, too.
+            begins = torch.arange(len(mine))[:, None] + 2
+            mine[:, len(vocabulary) :].masked_fill_(since >= begins, -torch.inf)
             is_answer = talk.is_answer[step + 2 :].float()
             if talk.is_greedy:
-                is_right = (vocabulary[mine[:rows].argmax(-1)] == talk.ids[step + 2 :]).float()
+                is_right = (ids[mine[:rows].argmax(-1)] == talk.ids[step + 2 :]).float()
             else:
                 theirs = (hidden[0, step + 1 : step + 1 + rows] @ whole_head.T) / TEMPERATURE
-                p = theirs.softmax(-1)[:, vocabulary]
+                p = theirs.softmax(-1)[:, ids]
                 is_right = torch.minimum(p, (mine[:rows] / TEMPERATURE).softmax(-1)).sum(-1)
             weight = is_answer if before is None else is_answer * before[:rows]
             rights[name][step] += (is_right * weight).sum()
@@ -192,3 +200,13 @@ def acceptance(
         name: [round(float(x), 3) for x in rights[name] / counts[name].clamp(min=1e-9)]
         for name in rights
     }
+
+
+def _said_besides(talk: Talk, vocabulary: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens of a conversation that the vocabulary lacks, and where each was said first."""
+    first: dict[int, int] = {}
+    for position, id in enumerate(talk.ids.tolist()):
+        first.setdefault(id, position)
+    known = set(vocabulary.tolist())
+    besides = [id for id in first if id not in known]
+    return torch.tensor(besides, dtype=torch.int64), torch.tensor([first[id] for id in besides])

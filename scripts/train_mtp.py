@@ -3,7 +3,7 @@
 says to made-up questions.
 
     scripts/train_mtp.py generate --out DIR --tokens 400000
-    scripts/train_mtp.py train --data DIR --updates 1000 -o FILE.safetensors
+    scripts/train_mtp.py train --data DIR --updates 400 -o FILE.safetensors
     CHATKV_MTP=FILE.safetensors chatkv chat --speculate mtp
 
 Both may be interrupted, and go on where they were; several `generate` with seeds of their own may
@@ -41,9 +41,9 @@ def main() -> None:
     train.add_argument("--data", type=Path, required=True, metavar="DIR")
     train.add_argument("-o", "--out", type=Path, required=True, metavar="FILE")
     train.add_argument("--kind", choices=("modules", "heads"), default="modules")
-    train.add_argument("--updates", type=int, default=1000)
+    train.add_argument("--updates", type=int, default=400)
     train.add_argument("--rate", type=float, default=1e-3, help="of learning, at its highest")
-    train.add_argument("--vocabulary", type=int, default=3072, help="tokens that are drafted")
+    train.add_argument("--vocabulary", type=int, default=4096, help="tokens that are drafted")
     train.set_defaults(run=run_train)
     arguments = parser.parse_args()
     if arguments.threads:
@@ -66,7 +66,7 @@ def run_generate(arguments: argparse.Namespace) -> None:
 
 def run_train(arguments: argparse.Namespace) -> None:
     from mtp_networks import HeadsNetwork, ModuleNetwork
-    from mtp_training import STEPS, Trainer, acceptance, choose_vocabulary, read_talks
+    from mtp_training import STEPS, Trainer, acceptance, choose_vocabulary, padded, read_talks
     from safetensors.torch import save_file
 
     from chatkv.model.mtp_file import VOCABULARY, About
@@ -93,10 +93,15 @@ def run_train(arguments: argparse.Namespace) -> None:
         prefix = f"model.layers.{config.num_layers - 1}."
         last = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
         network = ModuleNetwork(decoder, last)
+        if not checkpoint.exists():
+            network.fit([padded([talk], embedding)[:2] for talk in talks])
+            measured = acceptance(network, held_out, embedding, head, vocabulary)
+            print(f"right before training: {measured}", file=sys.stderr)
     trainer = Trainer(
         network, embedding, head[vocabulary], talks, arguments.updates, arguments.rate, checkpoint
     )
     print(f"{len(talks)} conversations, {num_tokens:,} tokens", file=sys.stderr)
+    trainer.save()  # what was solved for need not be solved again
     trainer.train()
     measured = acceptance(network, held_out, embedding, head, vocabulary)
     print(f"right on {len(held_out)} other conversations: {measured}")

@@ -18,7 +18,7 @@ from torch import Tensor
 from chatkv.engine.drafts import Draft, Drawn, GoesOn, always
 from chatkv.engine.sampling import Sampler
 from chatkv.engine.sequence import TokenSequence
-from chatkv.model.mtp import Module, Predictor
+from chatkv.model.mtp import DraftHead, Module, Predictor
 
 MAX_DRAFT = 6
 # A drafted token's kind is how sure its drafter was of the likeliest one; and how often one that
@@ -96,6 +96,8 @@ class MtpDrafter:
 
     def __post_init__(self) -> None:
         window, dtype = self.predictor.window, self.predictor.embedding.dtype
+        self.head = DraftHead(self.predictor.head)
+        self._num_heard = 0  # tokens
         self._kv = [ModuleKV(module, window, dtype) for module in self.predictor.modules]
 
     @property
@@ -133,14 +135,16 @@ class MtpDrafter:
 
     def _look(self, ids: Sequence[int]) -> None:
         """Take in what was computed since, and see what follows."""
+        self.head.hear(ids[self._num_heard :])
+        self._num_heard = len(ids)
         if not self._kv:
             hidden = self.sequence.trail.since(len(ids) - 2)
             rows = [head.forward(hidden) for head in self.predictor.heads]
-            self._logits = self.predictor.head(torch.cat(rows))
+            self._logits = self.head(torch.cat(rows))
             return
         out = self._catch_up(ids)
         self._out = out[-1:]
-        self._logits = self.predictor.head(self.predictor.modules[0].out_norm(self._out))
+        self._logits = self.head(self.predictor.modules[0].out_norm(self._out))
 
     def _catch_up(self, ids: Sequence[int]) -> Tensor:
         """Pass every module over the positions that are new; what came out of the first."""
@@ -188,13 +192,13 @@ class MtpDrafter:
                     made = kv.pass_over(position, out, self._embedded(tokens[-1:]))
                     position += 1
                 out = made[-1:]
-                logits = self.predictor.head(kv.module.out_norm(out))[0]
+                logits = self.head(kv.module.out_norm(out))[0]
                 if not may_go_on(logits):
                     return
             tokens.append(self._drawn(logits, drawn))
 
     def _drawn(self, logits: Tensor, drawn: list[Drawn]) -> int:
-        one = self.sampler.propose(logits, len(drawn), self.predictor.head.vocabulary)
+        one = self.sampler.propose(logits, len(drawn), self.head.vocabulary)
         drawn.append(one)
         return one.token
 

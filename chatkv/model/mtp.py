@@ -12,14 +12,14 @@ large part of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chatkv.model.batch import Batch, Span, SpanBatch
+from chatkv.model.batch import Span, SpanBatch
 from chatkv.model.config import ModelConfig
 from chatkv.model.decoder import Decoder, Layer, LayerWeights
 from chatkv.model.linear import Linear
@@ -28,7 +28,8 @@ from chatkv.model.quantised_linear import QuantisedLinear, always_few
 from chatkv.model.rope import RopeTable
 from chatkv.model.weights import Weight
 
-ModuleBatch = Callable[[Sequence[Span]], Batch]
+# Of what a conversation says beside the vocabulary, so much may be drafted.
+MAX_SAID = 1024
 
 
 def module_config(config: ModelConfig) -> ModelConfig:
@@ -37,15 +38,49 @@ def module_config(config: ModelConfig) -> ModelConfig:
 
 
 class SharedHead:
-    """Logits over `vocabulary` [num_ids] int64, None: over all of the decoder's."""
+    """The decoder's head; or, where `vocabulary` [num_ids] of int64 is given, its rows of these."""
 
-    def __init__(self, decoder: Decoder, head: Tensor, vocabulary: Tensor | None) -> None:
-        self.vocabulary = vocabulary
-        self._linear = decoder.head if vocabulary is None else Linear(head[vocabulary])
+    def __init__(self, decoder: Decoder, rows: Tensor, vocabulary: Tensor | None) -> None:
+        self.rows, self.vocabulary = rows, vocabulary
+        self._linear = decoder.head if vocabulary is None else Linear(rows[vocabulary])
 
     def __call__(self, normed: Tensor) -> Tensor:
-        """[num_rows, hidden_size] → [num_rows, num_ids] float32."""
-        return self._linear(normed).float()
+        """[num_rows, hidden_size] → [num_rows, num_ids]."""
+        return self._linear(normed)
+
+
+class DraftHead:
+    """The shared head of one conversation: over its vocabulary, and what was said besides. A text
+    says its own rare words again, so hardly any is missed.
+
+    Attributes: vocabulary: the ids that logits are of, None: all of them.
+    """
+
+    def __init__(self, shared: SharedHead) -> None:
+        self._shared, self.vocabulary = shared, shared.vocabulary
+        if shared.vocabulary is not None:
+            self._is_known = torch.zeros(len(shared.rows), dtype=torch.bool)
+            self._is_known[shared.vocabulary] = True
+            self._said = shared.rows[:0]
+
+    def hear(self, ids: Sequence[int]) -> None:
+        """Tokens were said: from now on they are among those that may be drafted."""
+        if self.vocabulary is None:
+            return
+        said = torch.tensor(ids).unique()
+        room = MAX_SAID - len(self._said)
+        new = said[~self._is_known[said]][:room]
+        if len(new):
+            self._is_known[new] = True
+            self.vocabulary = torch.cat([self.vocabulary, new])
+            self._said = torch.cat([self._said, self._shared.rows[new]])
+
+    def __call__(self, normed: Tensor) -> Tensor:
+        """[num_rows, hidden_size] → [num_rows, len(vocabulary)] float32."""
+        logits = self._shared(normed)
+        if self.vocabulary is not None and len(self._said):
+            logits = torch.cat([logits, F.linear(normed, self._said)], -1)
+        return logits.float()
 
 
 class Module:
@@ -107,14 +142,6 @@ class Predictor:
     heads: Sequence[ParallelHead] = ()
     origin: str = ""
     window: int = 256
-
-    @property
-    def num_bytes(self) -> int:
-        """Of memory, roughly: what its own head takes, which the decoder has already."""
-        vocabulary = self.head.vocabulary
-        if vocabulary is None:
-            return 0
-        return len(vocabulary) * self.embedding.shape[1] * self.embedding.element_size()
 
 
 def _is_layer(name: str) -> bool:

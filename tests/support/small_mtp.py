@@ -70,13 +70,12 @@ class Reference:
         self, config: ModelConfig, weights: dict[str, Tensor], tensors: dict[str, Tensor]
     ) -> None:
         self.config, self._weights, self._tensors = config, weights, tensors
-        self.head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
-        if "vocabulary" in tensors:
-            self.head = self.head[tensors["vocabulary"].long()]
+        self._head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
         self._num_modules = sum(name.endswith("eh_proj.weight") for name in tensors)
 
     def logits(self, hidden: Tensor, ids: Sequence[int], drafted: Sequence[int]) -> Tensor:
-        """Of the token behind ids and drafted ones. hidden: [len(ids) - 1, hidden_size], what came
+        """Of the token behind ids and drafted ones, [vocab_size]; where there is a vocabulary, what
+        is neither in that nor was said cannot be. hidden: [len(ids) - 1, hidden_size], what came
         out of the decoder for all but the last of ids."""
         if not self._num_modules:
             part = {
@@ -85,8 +84,8 @@ class Reference:
             }
             last = hidden[-1]
             out = last + F.silu(part["linear.weight"] @ last + part["linear.bias"])
-            return self.head @ out
-        ids = [*ids, *drafted]
+            return self._logits(out, ids)
+        said, ids = ids, [*ids, *drafted]
         for number in range(min(len(drafted) + 1, self._num_modules)):
             known = ids[number + 1 : number + 1 + len(hidden)]
             out = self._module(number, hidden[: len(known)], known)
@@ -95,7 +94,14 @@ class Reference:
             rows = torch.cat([self._last_inputs, out[-1:]])
             out = self._module(module, rows, [*self._last_tokens, token])
         norm = self._tensors[self._name(module, "shared_head.norm.weight")]
-        return self.head @ self._norm(out[-1], norm)
+        return self._logits(self._norm(out[-1], norm), said)
+
+    def _logits(self, out: Tensor, said: Sequence[int]) -> Tensor:
+        logits = self._head @ out
+        if "vocabulary" in self._tensors:
+            known = {*self._tensors["vocabulary"].tolist(), *said}
+            logits[[id for id in range(len(logits)) if id not in known]] = -torch.inf
+        return logits
 
     def _name(self, number: int, name: str) -> str:
         return module_prefix(self.config, number) + name
