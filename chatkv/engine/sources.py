@@ -40,6 +40,7 @@ def speculation(
     elif wanted == "ngram" or engine.predictor is None:
         drafter = NgramDrafter()
     else:
-        mtp = MtpDrafter(engine.predictor, sequence, sampler, engine.scheduler.compute)
-        drafter = mtp if wanted == "mtp" else BothDrafter(NgramDrafter(), mtp)
+        compute, is_asked_for = engine.scheduler.compute, wanted == "mtp"
+        mtp = MtpDrafter(engine.predictor, sequence, sampler, compute, not is_asked_for)
+        drafter = mtp if is_asked_for else BothDrafter(NgramDrafter(), mtp)
     return Speculation(drafter, engine.draft_costs)

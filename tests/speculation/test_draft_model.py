@@ -144,6 +144,25 @@ def test_turns_are_drafted_by_the_model_that_was_named(
     assert all(result.speculation.accepted > 20 for result, _ in drafted)
 
 
+def test_a_draft_model_reads_again_what_a_restart_has_lost(
+    home: Path,
+    tmp_path: Path,
+    tiny_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its KV is not stored, and its drafts are right as often as without a restart."""
+    model = str(tiny_checkpoint("llama3"))
+    monkeypatch.setenv("CHATKV_DRAFT_MODEL", model)
+    texts = ("hello " * 30, "again", "and once more")
+    whole = held(model, texts, speculate="model")
+    monkeypatch.setenv("CHATKV_HOME", str(tmp_path / "elsewhere"))
+    first = held(model, texts[:2], speculate="model")
+    later = held(model, texts[2:], session=first[0][0].session, speculate="model")
+    assert later[0][0].tokens.loaded > 64
+    assert later[0][1] == whole[2][1]
+    assert later[0][0].speculation == whole[2][0].speculation
+
+
 def test_a_model_that_was_not_named_is_said_before_a_turn_begins(
     home: Path, tiny_checkpoint: Callable[..., Path]
 ) -> None:

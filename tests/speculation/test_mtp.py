@@ -17,7 +17,7 @@ from chatkv.engine.sampling import Sampler
 from chatkv.engine.sequence import TokenSequence
 from chatkv.engine.sources import speculation
 from drafted import ALPHA, pvalue
-from small_engine import CONFIG, make_engine, make_weights, some_ids
+from small_engine import CONFIG, Turn, make_engine, make_weights, some_ids
 from small_mtp import Reference, small_predictor
 
 GREEDY = SamplingOptions(temperature=0)
@@ -137,3 +137,26 @@ def paths(engine: Engine, options: SamplingOptions, length: int) -> dict[tuple[i
                     longer[(*path, token)] = share * part
             found = longer
     return found
+
+
+def test_answers_of_one_step_draft_as_many_as_each_wants(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chatkv.engine.mtp._KINDS", ((0.0, 0.9),))
+    small_predictor(tmp_path / "mtp.safetensors", engine, make_weights(), number=2)
+    wanted = [("off", 40), ("mtp", 60), ("auto", 50), ("mtp", 30), ("ngram", 45)]
+    alone = [answer(engine, count, GREEDY, source)[0] for source, count in wanted]
+    widths: set[tuple[int, ...]] = set()
+    forward = engine.scheduler.forward
+
+    def noting(pieces: Sequence[Any]) -> Sequence[torch.Tensor]:
+        widths.add(tuple(sorted(len(piece.draft) for piece in pieces if piece.is_decode)))
+        return forward(pieces)
+
+    engine.scheduler.forward = noting
+    turns = [
+        Turn(lambda source=source, count=count: answer(engine, count, GREEDY, source)[0])
+        for source, count in wanted
+    ]
+    assert [turn.result() for turn in turns] == alone
+    assert any(len(set(width)) > 2 for width in widths)
