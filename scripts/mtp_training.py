@@ -99,7 +99,7 @@ class Trainer:
         while self.done < self.updates:
             loss = self._update()
             mean = loss if self.done == first + 1 else 0.95 * mean + 0.05 * loss
-            if self.done % 20 == 0:
+            if self.done % 10 == 0:
                 left = (time.monotonic() - began) / (self.done - first) * (self.updates - self.done)
                 text = f"update {self.done} of {self.updates}: {mean:.3f}, {left / 60:.0f} min left"
                 print(text, file=sys.stderr, flush=True)

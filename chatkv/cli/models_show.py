@@ -87,6 +87,7 @@ def show(
         "kv_bytes_per_token": _kv_bytes(config, chosen, files),
         "digest": _digest(files),
         "config_digest": config.digest().hex(),
+        "mtp": _mtp(files),
         "memory": {
             "context": context,
             "sessions": sessions,
@@ -168,6 +169,16 @@ def _digest(files: ModelFiles) -> str:
         status.clear()
 
 
+def _mtp(files: ModelFiles) -> dict[str, Any] | None:
+    """The modules that come with this package for these weights, and how often they are right."""
+    from chatkv.model.mtp_file import is_shipped_for, read_about, shipped_file
+
+    if not is_shipped_for(bytes.fromhex(_digest(files))):
+        return None
+    about = read_about(shipped_file())
+    return {"kind": about.kind, "acceptance": about.acceptance, "trained_on": about.trained_on}
+
+
 def _tell(output: Output, values: dict[str, Any], known: KnownModel | None, needs: Needs) -> None:
     memory, kv = values["memory"], values["kv_bytes_per_token"]
     output.line(printable(values["model"]), bold=True)
@@ -192,6 +203,7 @@ def _tell(output: Output, values: dict[str, Any], known: KnownModel | None, need
             ("computes in", f"{values['computes_in']} on {values['device']}"),
             ("weights", "" if values["weights"] == "full" else values["weights"]),
             ("digest", values["digest"][:32]),
+            ("drafts", _drafts(values["mtp"])),
         ]
     )
     output.line()
@@ -217,6 +229,13 @@ def _tell(output: Output, values: dict[str, Any], known: KnownModel | None, need
             if needs.num_sessions
             else f"that does not fit: a conversation may have {_most_tokens(values, needs)} here"
         )
+
+
+def _drafts(mtp: dict[str, Any] | None) -> str:
+    if mtp is None:
+        return ""
+    rates = ", ".join(f"{rate:.0%}" for rate in mtp["acceptance"]["greedy"])
+    return f"a module of its own; its first, second, … guess is right: {rates}"
 
 
 def _fitting(number: int) -> str:

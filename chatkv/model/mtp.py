@@ -67,7 +67,7 @@ class DraftHead:
         """Tokens were said: from now on they are among those that may be drafted."""
         if self.vocabulary is None:
             return
-        said = torch.tensor(ids).unique()
+        said = torch.tensor(sorted(set(ids)), dtype=torch.int64)
         room = MAX_SAID - len(self._said)
         new = said[~self._is_known[said]][:room]
         if len(new):
