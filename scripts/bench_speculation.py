@@ -138,7 +138,9 @@ def speeds(parts: Any, kind: str, texts: Sequence[str], quick: bool) -> Iterator
 
     for name, sampling in (("greedy", SamplingOptions(temperature=0)), ("0.7", SamplingOptions())):
         say(f"{kind}, {name} …")
-        found: dict[str, list[list[Answer]]] = {source: [] for source in ("off", *SOURCES)}
+        can_predict = parts.engine.predictor is not None
+        sources = [source for source in SOURCES if can_predict or source != "mtp"]
+        found: dict[str, list[list[Answer]]] = {source: [] for source in ("off", *sources)}
         for text in texts:
             made: dict[str, list[Answer]] = {source: [] for source in found}
             for _ in range(REPEATS[quick]):
@@ -148,7 +150,7 @@ def speeds(parts: Any, kind: str, texts: Sequence[str], quick: bool) -> Iterator
                 found[source].append(answers)
         plain = sum(_median_s(answers) for answers in found["off"])
         num_tokens = sum(len(answers[0].tokens) - 1 for answers in found["off"])
-        for source in SOURCES:
+        for source in sources:
             drafted_s = sum(
                 _median_s(answers) / (len(answers[0].tokens) - 1) * (len(plain_ones[0].tokens) - 1)
                 for answers, plain_ones in zip(found[source], found["off"], strict=True)

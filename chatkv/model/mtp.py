@@ -24,7 +24,7 @@ from chatkv.model.config import ModelConfig
 from chatkv.model.decoder import Decoder, Layer, LayerWeights
 from chatkv.model.linear import Linear
 from chatkv.model.norm import RmsNorm
-from chatkv.model.quantised_linear import QuantisedLinear, always_few
+from chatkv.model.quantised_linear import always_few
 from chatkv.model.rope import RopeTable
 from chatkv.model.weights import Weight
 
@@ -100,7 +100,7 @@ class Module:
 
         self._rope = rope
         self._embedded_norm, self._hidden_norm = norm("enorm"), norm("hnorm")
-        self._projection: Linear | QuantisedLinear = made.linear(["eh_proj"], has_bias=False)
+        self._projection = made.linear(["eh_proj"], has_bias=False)
         self._layer = Layer(self.config, made, 0, rope, fused=False)
         self.out_norm = norm("shared_head.norm")
 
