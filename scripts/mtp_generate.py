@@ -98,11 +98,13 @@ class Generator:
     template: ChatTemplate
     num_slots: int
     seed: int
+    num_rounds: int = 0  # how often it was interrupted: each time it asks other questions
 
     def __post_init__(self) -> None:
-        self._rng = random.Random(self.seed)
+        number = 1_000_000 * self.num_rounds + self.seed
+        self._rng = random.Random(number)
         self._batch = SideBySide(self.decoder, self.num_slots)
-        self._random = torch.Generator().manual_seed(self.seed)
+        self._random = torch.Generator().manual_seed(number)
         self._slots = [self._fresh() for _ in range(self.num_slots)]
 
     def finished(self) -> Iterator[Slot]:
@@ -179,29 +181,42 @@ class Generator:
 
 
 def generate(generator: Generator, folder: Path, num_tokens: int) -> None:
-    """Fill `folder` with files until they have so many tokens. Raises KeyboardInterrupt."""
+    """Fill `folder` with files until they have so many tokens. What is there counts: interrupted,
+    it begins with conversations that it has not held."""
     folder.mkdir(parents=True, exist_ok=True)
     began, done, kept = time.monotonic(), 0, []
+    there = sum(_num_tokens(file) for file in own_files(folder, generator.seed))
     for slot in generator.finished():
         kept.append(slot)
-        if sum(len(one.ids) for one in kept) < FILE_TOKENS:
+        if sum(len(one.ids) for one in kept) < min(FILE_TOKENS, num_tokens - there - done):
             continue
         _write(folder, kept, generator.seed)
         done += sum(len(one.ids) for one in kept)
         kept = []
         rate = done / (time.monotonic() - began)
-        print(
-            f"{done:,} of {num_tokens:,} tokens, {rate:.0f} a second", file=sys.stderr, flush=True
-        )
-        if done >= num_tokens:
+        text = f"{there + done:,} of {num_tokens:,} tokens, {rate:.0f} a second"
+        print(text, file=sys.stderr, flush=True)
+        if there + done >= num_tokens:
             return
+
+
+def own_files(folder: Path, seed: int) -> list[Path]:
+    """Those that a generator of that seed has written."""
+    return sorted(folder.glob(f"{seed}-*.safetensors"))
+
+
+def _num_tokens(file: Path) -> int:
+    from safetensors import safe_open
+
+    with safe_open(str(file), "pt") as opened:
+        return int(opened.get_slice("ids").get_shape()[0])
 
 
 def _write(folder: Path, slots: list[Slot], seed: int) -> None:
     from safetensors.torch import save_file
 
     lengths = torch.tensor([len(slot.ids) for slot in slots])
-    number = len(list(folder.glob(f"{seed}-*.safetensors")))
+    number = len(own_files(folder, seed))
     path = folder / f"{seed}-{number:04}.safetensors"
     part = path.with_suffix(".part")
     save_file(

@@ -66,7 +66,7 @@ def choose_vocabulary(talks: Sequence[Talk], head: Tensor, size: int) -> tuple[T
     # Tokens that were never said count too: the earlier a tokenizer has merged one, the more often
     # it is said.
     total = total / total.sum() + 0.015 / (torch.arange(len(head)) + 50)
-    chosen = total.topk(size).indices.sort().values
+    chosen = total.topk(min(size, len(head))).indices.sort().values
     return chosen, float(total[chosen].sum() / total.sum())
 
 

@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def run_generate(arguments: argparse.Namespace) -> None:
-    from mtp_generate import Generator, generate
+    from mtp_generate import Generator, generate, own_files
 
     from chatkv.model.template import ChatTemplate
     from chatkv.model.tokenizer import Tokenizer
@@ -60,7 +60,9 @@ def run_generate(arguments: argparse.Namespace) -> None:
     prepared, decoder, _ = load(arguments.model, arguments.device)
     tokenizer = Tokenizer.from_prepared(prepared)
     template = ChatTemplate.from_prepared(prepared, tokenizer)
-    generator = Generator(decoder, tokenizer, template, arguments.side_by_side, arguments.seed)
+    slots, seed = arguments.side_by_side, arguments.seed
+    num_files = len(own_files(arguments.out, seed))
+    generator = Generator(decoder, tokenizer, template, slots, seed, num_files)
     generate(generator, arguments.out, arguments.tokens)
 
 

@@ -68,16 +68,17 @@ class ModuleKV:
 
     def pass_over(self, start: int, hidden: Tensor, embedded: Tensor) -> Tensor:
         """What comes out at positions from `start` on, which is `stop`, or behind a draft's."""
-        if start + len(hidden) - self.begin > self.keys.shape[1] - MAX_DRAFT:
-            self._forget_to(min(start + len(hidden) - self.window, self.stop))
         return self.module.forward(hidden, embedded, ModuleSpan(self, start, len(hidden)))
 
-    def _forget_to(self, begin: int) -> None:
-        """What lies before that position leaves."""
-        count, end = begin - self.begin, self.stop - self.begin
+    def make_room(self, count: int) -> None:
+        """For as many positions from `stop` on, at most a window of them, and a draft behind."""
+        if self.stop + count - self.begin <= 2 * self.window:
+            return
+        gone = min(self.stop + count - self.window, self.stop) - self.begin
+        end = self.stop - self.begin
         for kept in (self.keys, self.values):
-            kept[:, : end - count] = kept[:, count:end].clone()
-        self.begin = begin
+            kept[:, : end - gone] = kept[:, gone:end].clone()
+        self.begin += gone
 
 
 @dataclass
@@ -169,6 +170,7 @@ class MtpDrafter:
             if count <= 0:
                 break
             embedded = self._embedded(ids[kv.stop + ahead : len(ids)])
+            kv.make_room(count)
             rows = kv.pass_over(kv.stop, kv.waiting[:count], embedded)
             kv.waiting, kv.stop = kv.waiting[count:], kv.stop + count
             outs.append(rows)

@@ -11,7 +11,7 @@ import torch
 
 from chatkv.engine.drafts import Draft, spread
 from chatkv.engine.engine import Engine
-from chatkv.engine.mtp import MtpDrafter
+from chatkv.engine.mtp import ModuleKV, MtpDrafter
 from chatkv.engine.options import SamplingOptions
 from chatkv.engine.sampling import Sampler
 from chatkv.engine.sequence import TokenSequence
@@ -101,6 +101,29 @@ def test_greedy_answers_are_the_models_own(
         tokens, counts = answer(engine, 120, GREEDY, source)
         assert tokens == plain
         assert counts.drafted > 0
+
+
+def test_a_module_looks_back_on_a_window(engine: Engine, tmp_path: Path) -> None:
+    predictor, _ = small_predictor(tmp_path / "mtp.safetensors", engine, make_weights())
+    module, window = predictor.modules[0], 16
+    generator = torch.Generator().manual_seed(1)
+    hidden, embedded = torch.randn(2, 120, CONFIG.hidden_size, generator=generator)
+    kv, seen = ModuleKV(module, window, torch.float32), []
+    while kv.stop < 100:
+        count = 1 + kv.stop % 3
+        at = slice(kv.stop, kv.stop + count)
+        kv.make_room(count)
+        out = kv.pass_over(kv.stop, hidden[at], embedded[at])
+        kv.stop += count
+        kv.pass_over(kv.stop, hidden[:6], embedded[:6])  # a draft, which leaves nothing behind
+        alone = ModuleKV(module, window, torch.float32)
+        alone.begin_at(kv.begin)
+        behind = slice(kv.begin, kv.stop)
+        expected = alone.pass_over(kv.begin, hidden[behind], embedded[behind])
+        torch.testing.assert_close(out, expected[-count:], rtol=1e-4, atol=1e-5)
+        seen.append(kv.stop - kv.begin)
+    assert min(seen[20:]) >= window
+    assert max(seen) <= 2 * window
 
 
 @pytest.mark.slow
