@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from chatkv.model.catalog import ModelFiles
     from chatkv.model.config import ModelConfig
     from chatkv.model.inventory import KnownModel
+    from chatkv.model.quantise import Layout
 
 DEFAULT_SESSIONS = 1
 
@@ -56,6 +59,7 @@ def show(
     """
     from chatkv.model.catalog import find_model
     from chatkv.model.facts import facts
+    from chatkv.model.own_codes import own_layouts
 
     place, found = folders(), known_models()
     wanted = _default() if model is None else model
@@ -67,7 +71,8 @@ def show(
     config = about.config
     chosen, device = _chosen(dtype)
     context = min(context or config.max_position, config.max_position)
-    needs, free = _needs(config, chosen, device, context, sessions, weights)
+    layouts = own_layouts(files, config) if weights == "own" else {}
+    needs, free = _needs(config, chosen, device, context, sessions, weights, layouts)
     values: dict[str, Any] = {
         **(row(known) if known is not None else {"model": files.name, "path": str(files.path)}),
         "architecture": config.architecture,
@@ -83,6 +88,7 @@ def show(
         "template": about.template,
         "computes_in": chosen,
         "weights": "full" if weights == "auto" else weights,
+        "matrices": _matrices(files, config, layouts) if weights == "own" else [],
         "device": device,
         "kv_bytes_per_token": _kv_bytes(config, chosen, files),
         "digest": _digest(files),
@@ -125,7 +131,13 @@ def _chosen(dtype: str) -> tuple[Any, str]:
 
 
 def _needs(
-    config: ModelConfig, dtype: str, device: str, context: int, sessions: int, weights: str
+    config: ModelConfig,
+    dtype: str,
+    device: str,
+    context: int,
+    sessions: int,
+    weights: str,
+    layouts: Mapping[str, Layout],
 ) -> tuple[Needs, int]:
     """The memory that is needed, and how much is free."""
     from chatkv.engine.needs import Asked, needs_on_cpu, needs_on_gpu
@@ -133,7 +145,7 @@ def _needs(
     from chatkv.runtime import POOL_CONVERSATIONS, POOL_SHARE_OF_MEMORY
 
     itemsize = 4 if dtype == "float32" else 2
-    asked = Asked(context, sessions, config.max_position * POOL_CONVERSATIONS, weights)
+    asked = Asked(context, sessions, config.max_position * POOL_CONVERSATIONS, weights, layouts)
     if device == "cpu":
         free = available_bytes()
         return needs_on_cpu(config, itemsize, asked, free, POOL_SHARE_OF_MEMORY), free
@@ -143,6 +155,25 @@ def _needs(
 
     free, _ = torch.cuda.mem_get_info()
     return needs_on_gpu(config, itemsize, asked, free, DEVICE_BYTES), free
+
+
+def _matrices(
+    files: ModelFiles, config: ModelConfig, layouts: Mapping[str, Layout]
+) -> list[dict[str, Any]]:
+    """How many projections are what in the files, and what that is stored as."""
+    from chatkv.model.own_codes import coded_sources
+    from chatkv.model.quantise import CodedSource, is_quantised
+
+    kinds: Counter[tuple[str, str]] = Counter()
+    for source in coded_sources(files, config):
+        if is_quantised(source.name):
+            told = source.told if isinstance(source, CodedSource) else "dense"
+            layout = layouts.get(source.name)
+            kinds[told, "dense" if layout is None else str(layout)] += 1
+    return [
+        {"count": number, "in_file": told, "stored": stored}
+        for (told, stored), number in kinds.most_common()
+    ]
 
 
 def _kv_bytes(config: ModelConfig, dtype: Any, files: ModelFiles) -> dict[str, float | None]:
@@ -202,6 +233,7 @@ def _tell(output: Output, values: dict[str, Any], known: KnownModel | None, need
             ),
             ("computes in", f"{values['computes_in']} on {values['device']}"),
             ("weights", "" if values["weights"] == "full" else values["weights"]),
+            *[("matrices", _told_matrices(kind)) for kind in values["matrices"]],
             ("digest", values["digest"][:32]),
             ("drafts", _drafts(values["mtp"])),
         ]
@@ -236,6 +268,10 @@ def _drafts(mtp: dict[str, Any] | None) -> str:
         return ""
     rates = ", ".join(f"{rate:.0%}" for rate in mtp["acceptance"]["greedy"])
     return f"a module of its own; its first, second, … guess is right: {rates}"
+
+
+def _told_matrices(kind: dict[str, Any]) -> str:
+    return f"{count(kind['count'])} stored as {kind['stored']} (in the file: {kind['in_file']})"
 
 
 def _fitting(number: int) -> str:

@@ -5,15 +5,16 @@ Pure arithmetic over shapes: nothing is loaded. On a GPU the ledger's rules hold
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
 
 from chatkv.engine.budget import CHUNK_TOKENS
 from chatkv.engine.ledger import SPARE_SHARE, activation_bytes, block_bytes, ledger, weight_bytes
 from chatkv.engine.pool import BLOCK_TOKENS
 from chatkv.model.config import ModelConfig
-from chatkv.model.quantise import GROUP, is_quantised
+from chatkv.model.quantise import LAYOUTS, Layout, is_quantised
 from chatkv.model.weights import expected_shapes
-from chatkv_kernels.linear_quantised import RUN, RUN_WORDS
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,14 @@ class Needs:
 @dataclass(frozen=True)
 class Asked:
     """`sessions` conversations of `context` tokens; the pool never holds more than most_tokens.
-    weights: how projections are stored, "full" or as `quantise` makes them."""
+    weights: how projections are stored, as `prepare` is told; layouts: which of them how, where
+    that is "own"."""
 
     context: int
     sessions: int
     most_tokens: int
     weights: str = "full"
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
 
 
 def needs_on_cpu(
@@ -52,7 +55,7 @@ def needs_on_cpu(
 ) -> Needs:
     """In main memory, of whose free_bytes KV may take `share`; itemsize: bytes per number of
     weights and KV."""
-    saved = _saved_bytes(config, itemsize, asked.weights)
+    saved = _saved_bytes(config, itemsize, asked)
     weights = weight_bytes(config, itemsize) - saved
     work = activation_bytes(config, itemsize, CHUNK_TOKENS, 1)
     return _needs(config, itemsize, asked, weights, work, int(free_bytes * share))
@@ -62,7 +65,7 @@ def needs_on_gpu(
     config: ModelConfig, itemsize: int, asked: Asked, free_bytes: int, staging: int
 ) -> Needs:
     """On a GPU with so much free memory; staging: bytes of slabs."""
-    held = ledger(config, itemsize, 0, staging, _saved_bytes(config, itemsize, asked.weights))
+    held = ledger(config, itemsize, 0, staging, _saved_bytes(config, itemsize, asked))
     room = max(0, int(free_bytes * (1 - SPARE_SHARE)) - held.fixed)
     return _needs(config, itemsize, asked, held.weights, held.fixed - held.weights, room)
 
@@ -76,16 +79,13 @@ def _needs(
     return Needs(weights, work, asked.sessions * per_session, room, room // per_session)
 
 
-def _saved_bytes(config: ModelConfig, itemsize: int, weights: str) -> int:
-    """By how much quantised projections are smaller: their codes, and scales (`quantise`)."""
-    if weights not in ("int8", "fp8", "int4"):
-        return 0
-    saved = 0
-    for name, shape in expected_shapes(config).items():
-        if is_quantised(name):
-            num_out, num_in = shape
-            per_output = num_in + 4
-            if weights == "int4":
-                per_output = 2 * RUN_WORDS * -(-num_in // RUN) + 2 * 2 * -(-num_in // GROUP)
-            saved += num_out * (itemsize * num_in - per_output)
-    return saved
+def _saved_bytes(config: ModelConfig, itemsize: int, asked: Asked) -> int:
+    """By how much quantised matrices are smaller."""
+    shapes, layouts = expected_shapes(config), asked.layouts
+    for kind, layout in LAYOUTS.items():
+        if kind == asked.weights:
+            layouts = dict.fromkeys(filter(is_quantised, shapes), layout)
+    return sum(
+        itemsize * prod(shapes[name]) - layout.num_bytes(shapes[name])
+        for name, layout in layouts.items()
+    )

@@ -76,6 +76,11 @@ class Layout:
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         return sum(prod(size) * dtype.itemsize for size, dtype in self.parts(shape).values())
 
+    @property
+    def has_cpu_kernel(self) -> bool:
+        """Whether a CPU multiplies a row without making the matrix dense, for most shapes."""
+        return self.kind == "int4" or (self.kind == "int8" and self.group_size != 16)
+
     def __str__(self) -> str:
         groups = f" in groups of {self.group_size}" if self.group_size else ""
         return f"{self.kind}{groups}{', its inputs reordered' if self.is_reordered else ''}"
@@ -186,26 +191,30 @@ def quantised_sources(
     """
     made: list[TensorSource] = []
     for source in sources:
-        layout, make = _stored(source, kind) if is_quantised(source.name) else (None, None)
-        if layout is None or make is None:
+        layout = layout_as(source, kind)
+        if layout is None:
             made.append(source)
         else:
-            made += _part_sources(source, layout, make)
+            made += _part_sources(source, layout, partial(_made, source, layout))
     return made
 
 
-def _stored(
-    source: TensorSource, kind: Kind | Literal["own"]
-) -> tuple[Layout | None, Callable[[], QuantisedWeight] | None]:
-    """How a projection is to be stored, and what makes it."""
-    layout = source.layout if isinstance(source, CodedSource) else None
-    if isinstance(source, CodedSource) and layout is not None:
-        is_asked = layout.kind == kind and (kind == "int4" or not layout.group_size)
-        if kind == "own" or is_asked:
-            return layout, source.packed
+def layout_as(source: TensorSource, kind: Kind | Literal["own"]) -> Layout | None:
+    """How `quantised_sources` stores a tensor; None where it stays dense."""
+    if not is_quantised(source.name):
+        return None
+    own = source.layout if isinstance(source, CodedSource) else None
     if kind == "own":
-        return None, None
-    return LAYOUTS[kind], lambda: quantise(source.load(), kind)
+        return own
+    if own is not None and own.kind == kind and (kind == "int4" or not own.group_size):
+        return own
+    return LAYOUTS[kind]
+
+
+def _made(source: TensorSource, layout: Layout) -> QuantisedWeight:
+    if isinstance(source, CodedSource) and source.packed is not None and source.layout == layout:
+        return source.packed()
+    return quantise(source.load(), layout.kind)
 
 
 def _part_sources(

@@ -319,6 +319,16 @@ def test_show_adds_up_what_a_model_needs(
         assert memory["weights_bytes"] - few == saved > 0
     human = program("models", "show", str(folder), "--dtype", "float32").out
     assert "architecture  llama" in human and "KV may take" in human
+    gguf = write_gguf(folder.parent / "model.gguf", folder, quantised="Q8_0")
+    asked = ("models", "show", str(gguf), "--dtype", "float32", "--weights", "own")
+    shown = json.loads(program(*asked, "--json").out)
+    kept = {"count": 21, "in_file": "Q8_0", "stored": "int8 in groups of 32"}
+    assert shown["matrices"] == [kept]
+    made = prepare(find_model(str(gguf), cache), "float32", cache / "models", quantised="own")
+    full = prepare(find_model(str(gguf), cache), "float32", cache / "models")
+    saved = _tensor_bytes(full.weights) - _tensor_bytes(made.weights)
+    assert memory["weights_bytes"] - shown["memory"]["weights_bytes"] == saved > 0
+    assert "21 stored as int8 in groups of 32 (in the file: Q8_0)" in program(*asked).out
 
 
 def _tensor_bytes(files: Sequence[Path]) -> int:
