@@ -24,6 +24,7 @@ from chatkv.model.tiled_product import TILE, TiledProduct
 from chatkv.model.weights import load_weights
 from chatkv.session.predictions import TextOnModel
 from chatkv_kernels.linear_quantised import Weight8
+from tiny import make_checkpoint
 from tiny_gguf import write_gguf
 
 Checkpoint = Callable[..., Path]
@@ -32,7 +33,7 @@ KINDS: tuple[Quantised, ...] = ("int8", "fp8", "int4")
 ERRORS = {"int8": 0.5 / 127, "fp8": 1 / 16, "int4": 1 / 15}
 
 
-def packed_tensor(kind: str, num_out: int, num_in: int, seed: int = 0) -> Any:
+def packed_tensor(kind: str, num_out: int, num_in: int, seed: int = 0, scale: float = 0.02) -> Any:
     """A matrix in a GGUF type as the gguf package reads it: random bytes, sound scales, and a group
     whose scale is zero."""
     rng = np.random.default_rng(seed)
@@ -44,7 +45,7 @@ def packed_tensor(kind: str, num_out: int, num_in: int, seed: int = 0) -> Any:
         "Q8_0": (32, 34, 1, 0),
     }[kind]
     blocks = rng.integers(0, 256, (num_out, num_in // block, size), dtype=np.uint8)
-    scales = (rng.standard_normal((*blocks.shape[:2], num_scales)) * 0.02).astype(np.float16)
+    scales = (rng.standard_normal((*blocks.shape[:2], num_scales)) * scale).astype(np.float16)
     scales[0, 0, 0] = 0
     scales[1, 0, 0] = 2.0**-24  # the least there is
     blocks[..., first : first + 2 * num_scales] = scales.view(np.uint8)
@@ -217,6 +218,37 @@ def test_a_gguf_of_four_bits_is_taken_as_it_is(tiny_checkpoint: Checkpoint, tmp_
     name = "model.layers.0.mlp.up_proj.weight"
     requantised = dequantised(quantise(whole[name], "int4"), torch.float32)
     assert (requantised - whole[name]).abs().max() > 5 * (packed[name] - whole[name]).abs().max()
+
+
+def test_a_gguf_of_several_types_keeps_them_all(tmp_path: Path) -> None:
+    """As mixtures of K types are published: matrices of one input differ, and some have no kernel
+    on a CPU."""
+    shape = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+    checkpoint = make_checkpoint(tmp_path / "llama2", "llama2", **shape)
+    kinds = {"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "attn_output": "Q8_0"} | {
+        "ffn_gate": "Q4_K",
+        "ffn_up": "Q4_K",
+        "ffn_down": "Q6_K",
+    }
+    scales = {"Q4_K": 1e-4, "Q6_K": 3e-5, "Q8_0": 1e-3}
+    packed = {
+        f"blk.{layer}.{name}.weight": (
+            kind,
+            packed_tensor(kind, 256, 256, layer, scales[kind]).data,
+        )
+        for layer in range(2)
+        for name, kind in kinds.items()
+    }
+    path = write_gguf(tmp_path / "model.gguf", checkpoint, packed=packed)
+    full, own = (prepared(path, tmp_path, kind) for kind in (None, "own"))
+    whole = logits(Decoder(full.config, load_weights(full)))
+    weights = load_weights(own)
+    assert sum(not isinstance(weight, torch.Tensor) for weight in weights.values()) == 14
+    largest = float(whole.abs().max())
+    for most, tolerance in ((0, 2e-3), (4, 0.05)):  # a Q4_K's scales are rounded to 11 bits
+        found = logits(Decoder(own.config, weights, few_rows=lambda *_, most=most: most))
+        assert (found - whole).abs().max() <= tolerance * largest
+    assert prepared(path, tmp_path, "own").weights_digest != full.weights_digest
 
 
 def test_models_and_quantisations_all_have_weights_of_their_own(

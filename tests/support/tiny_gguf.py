@@ -38,11 +38,12 @@ def write_gguf(
     metadata: Mapping[str, Any] | None = None,
     without: Sequence[str] = (),
     tensors: Mapping[str, np.ndarray[Any, Any]] | None = None,
+    packed: Mapping[str, tuple[str, np.ndarray[Any, Any]]] | None = None,
 ) -> Path:
     """Write the tiny checkpoint as `path`; matrices as `quantised` ("Q8_0", ...), else as F32.
 
     `metadata` adds or replaces values, `without` leaves out values and tensors by name, `tensors`
-    adds or replaces tensors by GGUF name.
+    adds or replaces tensors by GGUF name, `packed` those that are bytes of a type.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     arch = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
@@ -52,9 +53,11 @@ def write_gguf(
     for key, value in values.items():
         if key not in without:
             _add(writer, key, value)
-    packed = _gguf_tensors(checkpoint, config, arch) | dict(tensors or {})
-    for name, tensor in packed.items():
-        if name in without:
+    packed = packed or {}
+    for name, (kind_name, rows) in packed.items():
+        writer.add_tensor(name, rows, raw_dtype=gguf.GGMLQuantizationType[kind_name])
+    for name, tensor in (_gguf_tensors(checkpoint, config, arch) | dict(tensors or {})).items():
+        if name in without or name in packed:
             continue
         if quantised is not None and tensor.ndim == 2:
             kind = gguf.GGMLQuantizationType[quantised]
