@@ -21,6 +21,7 @@ from chatkv_kernels.linear_quantised import (
 )
 
 TILES8 = Tiles(outputs=128, step_inputs=128, stages=3)
+TILES16 = Tiles(outputs=64, step_inputs=128, stages=3)  # of groups of 16: more would spill
 TILES4 = Tiles(outputs=128, step_inputs=RUN, stages=5)
 WORDS = tl.constexpr(RUN_WORDS)
 
@@ -47,8 +48,9 @@ def _linear8(
     if not group:
         return launch(multiply, x, len(codes), tensors, TILES8, scales, bias, residual, **constants)
     grouped = (*tensors, scales, len(scales))
+    tiles = TILES8 if group > 16 else TILES16
     return launch(
-        _grouped8, x, len(codes), grouped, TILES8, None, bias, residual, GROUP=group, **constants
+        _grouped8, x, len(codes), grouped, tiles, None, bias, residual, GROUP=group, **constants
     )
 
 
