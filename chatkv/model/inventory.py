@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from chatkv.errors import ModelError
 from chatkv.model.catalog import ModelFiles, downloads, find_model, is_complete, read_json
-from chatkv.model.hf_checkpoint import read_checkpoint
+from chatkv.model.hf_checkpoint import read_checkpoint, read_scheme
 from chatkv.model.identity import remembered_digest, remembered_files, weights_digest
 from chatkv.model.one_line import one_line
 
@@ -199,6 +199,8 @@ def _known(files: ModelFiles, origin: Origin) -> KnownModel:
             config = read_json(files.path / "config.json")
             dtype = str(config.get("torch_dtype") or config.get("dtype") or "")
             read_checkpoint(files.path)
+            if (scheme := read_scheme(files.path)) is not None:
+                dtype = scheme.method
         except ModelError as error:
             problem = one_line(error)
     elif named := _QUANTISED.search(files.path.stem):
