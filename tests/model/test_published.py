@@ -159,7 +159,7 @@ def group(**weights: Any) -> dict[str, Any]:
         (GPTQ().config() | {"group_size": 0}, "gptq: group_size 0"),
         (GPTQ().config() | {"group_size": "32"}, "gptq: group_size '32'"),
         (GPTQ().config() | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
-        (GPTQ().config() | {"dynamic": {"+:layers": {"bits": 8}}}, "gptq: matrices with rules"),
+        (GPTQ().config() | {"dynamic": {"+:it": {"bits": 8}}}, "matrices with rules of their own"),
         (AWQ().config() | {"version": "gemv"}, "awq: version 'gemv'"),
         (AWQ().config() | {"backend": "llm-awq"}, "awq: backend 'llm-awq'"),
         (FP8().config() | {"weight_block_size": 128}, "fp8: weight_block_size 128"),

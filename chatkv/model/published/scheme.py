@@ -21,6 +21,7 @@ that dtype with its scales; `packed` and `plain` are compressed-tensors with wei
 a weight of one byte each."""
 
 _METHODS = "gptq, awq, fp8, fbgemm_fp8, compressed-tensors"
+_INSTEAD = "take the model's full checkpoint, and --weights int4 for less memory"
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def scheme_of(fields: dict[str, Any], where: str) -> Scheme | None:
     if read is None:
         raise ModelError(
             f"{where}: weights quantised with {method!r} are not supported (supported: "
-            f"{_METHODS}): take the full checkpoint and --weights int4"
+            f"{_METHODS}); {_INSTEAD}"
         )
     return Scheme(method, read(_Fields(config, f"{where}: {method}")))
 
@@ -88,7 +89,9 @@ class _Fields:
 
     def refuse(self, name: str, allowed: str) -> ModelError:
         value = self.values.get(name)
-        return ModelError(f"{self.where}: {name} {value!r} is not supported (supported: {allowed})")
+        return ModelError(
+            f"{self.where}: {name} {value!r} is not supported (supported: {allowed}); {_INSTEAD}"
+        )
 
     def one_of(self, name: str, allowed: tuple[Any, ...], default: Any) -> Any:
         value = self.values.get(name, default)
@@ -128,7 +131,10 @@ def _gptq(config: _Fields) -> tuple[Rule, ...]:
     bits = config.one_of("bits", (4, 8), 0)
     form = config.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     if any(not str(name).startswith("-:") for name in config.values.get("dynamic") or ()):
-        raise ModelError(f"{config.where}: matrices with rules of their own (dynamic) are not read")
+        raise ModelError(
+            f"{config.where}: matrices with rules of their own (dynamic) are not supported; "
+            f"{_INSTEAD}"
+        )
     # v1 stores each zero point less one (github.com/AutoGPTQ, QuantLinear.pack); v2 as it is.
     return (Rule("gptq", bits, config.group_size(-1), zero_offset=1 if form == "gptq" else 0),)
 
@@ -154,7 +160,7 @@ def _compressed(config: _Fields) -> tuple[Rule, ...]:
     sparsity = config.values.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":
         raise ModelError(
-            f"{config.where}: sparse weights ({sparsity['format']!r}) are not supported"
+            f"{config.where}: sparse weights ({sparsity['format']!r}) are not supported; {_INSTEAD}"
         )
     groups = config.object("config_groups")
     if not groups.values:
