@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from chatkv.apart.wire import Model
 from chatkv.engine.device import Device, choose_device
 from chatkv.engine.draft_model import draft_engine
 from chatkv.engine.engine import Engine
@@ -37,6 +38,8 @@ from chatkv.restore.calibration import Calibration
 from chatkv.restore.cost import CostFile, cost_key
 from chatkv.restore.disk import Disk
 from chatkv.restore.names import layout_of, namespace_of
+from chatkv.restore.prefill_worker import PrefillWorker
+from chatkv.restore.remote import RemotePrefill
 from chatkv.restore.restorer import Restorer
 from chatkv.restore.saver import DiskTier
 from chatkv.restore.staging import DEVICE_BYTES
@@ -48,6 +51,7 @@ from chatkv_store.blocks import BlockStore
 from chatkv_store.codec import by_name as codec_by_name
 from chatkv_store.conversations import Conversations, Session
 from chatkv_store.errors import StoreError
+from chatkv_store.same_store import identity as store_identity
 
 Progress = Callable[[str, int, int], None]
 
@@ -62,8 +66,8 @@ class Runtime:
 
     model: what `find_model` takes, None for the embedded default. dtype "auto" is what this
     machine decodes faster; weights say how projections are stored, kv_codec how KV is. disk: the
-    process's, by default one of its own. device: see `choose_device`. Notices are lines that a user
-    should see.
+    process's, by default one of its own. device: see `choose_device`. prefill: a worker that may
+    compute prompts. Notices are lines that a user should see.
     """
 
     def __init__(
@@ -77,11 +81,12 @@ class Runtime:
         disk: Disk | None = None,
         device: Device | None = None,
         weights: WantedWeights = "auto",
+        prefill: PrefillWorker | None = None,
     ) -> None:
         began = time.perf_counter()
         self.folders, self.conversations = folders, conversations
         self.model_spec = model
-        self.kv_codec = kv_codec
+        self.kv_codec, self._prefill = kv_codec, prefill
         self.notices: list[str] = []
         self._open = ExitStack()
         prepare_to_compute()
@@ -158,8 +163,32 @@ class Runtime:
                 self._cost_key(self.namespace_of(kv_codec)),  # costs are the machine's
                 f"{self.prepared.name}, {self.prepared.numbers}, {device}",
                 owner,
+                self._remote(owner),
             )
         return self._restorers[kv_codec, owner]
+
+    @property
+    def model(self) -> Model:
+        """What its KV depends on beside tokens, as prefill workers compare it."""
+        weights, config = self.prepared.weights_digest, self.prepared.config.digest()
+        return Model(weights.hex(), config.hex(), self.layout.to_json())
+
+    @property
+    def store(self) -> BlockStore | None:
+        """The disk tier's, None where it cannot be used."""
+        return self._disk.store if self._disk is not None else None
+
+    def _remote(self, owner: str) -> RemotePrefill | None:
+        if self._prefill is None:
+            return None
+        return RemotePrefill(
+            self._prefill,
+            self.model,
+            self.layout,
+            self.namespace_of("lossless", owner),
+            owner,
+            store_identity(self.store) if self.store is not None else None,
+        )
 
     def new_session(
         self,

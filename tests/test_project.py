@@ -38,13 +38,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "chatkv_kernels": set(),
     "chatkv.model": {"chatkv_kernels"},
     "chatkv.engine": {"chatkv_kernels", "chatkv.model"},
-    "chatkv.restore": {"chatkv_kernels", "chatkv_store", "chatkv.model", "chatkv.engine"},
+    "chatkv.apart": {"chatkv_store"},
+    "chatkv.restore": {"chatkv_kernels", "chatkv_store", "chatkv.model", "chatkv.engine"}
+    | {"chatkv.apart"},
     "chatkv.session": {"chatkv_store", "chatkv.model", "chatkv.engine", "chatkv.restore"},
     "chatkv.connectors": {"chatkv_store", "chatkv.model", "chatkv.restore"},
     "chatkv.runtime": {"chatkv_kernels", "chatkv_store", "chatkv.model", "chatkv.engine"}
-    | {"chatkv.restore", "chatkv.session"},
+    | {"chatkv.apart", "chatkv.restore", "chatkv.session"},
     "chatkv.server": {"chatkv_store", "chatkv.model", "chatkv.engine", "chatkv.restore"}
-    | {"chatkv.session", "chatkv.runtime"},
+    | {"chatkv.apart", "chatkv.session", "chatkv.runtime"},
     "chatkv.client": {"chatkv_store", "chatkv.model", "chatkv.session", "chatkv.runtime"}
     | {"chatkv.server"},
     "chatkv.formats": {"chatkv_store"},
@@ -54,6 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"chatkv.commands"},
     "chatkv.settings": {"chatkv_store", "chatkv.engine", "chatkv.session"},
     "chatkv.cli": {"chatkv_store", "chatkv.model", "chatkv.engine", "chatkv.restore"}
+    | {"chatkv.apart"}
     | {"chatkv.session", "chatkv.runtime", "chatkv.server", "chatkv.client", "chatkv.tui"}
     | {"chatkv.settings", "chatkv.formats", "chatkv.commands"},
     "chatkv.__main__": {"chatkv.cli"},
@@ -110,7 +113,7 @@ def _declared_dependencies() -> set[str]:
     lines = [*project["dependencies"], *project["optional-dependencies"]["hub"]]
     found = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
     # Used where they are there; the module of markdown-it-py; and the host of a connector.
-    return found | {"triton", "keyring", "markdown_it", "vllm"}
+    return found | {"triton", "keyring", "markdown_it", "vllm", "nixl_cu12"}
 
 
 def test_an_upward_import_would_be_found() -> None:

@@ -183,6 +183,8 @@ def summary(result: TurnResult) -> str:
         kept.append(f"{tokens.reused} reused")
     if tokens.loaded:
         kept.append(f"{tokens.loaded} from disk in {timing.restore_ms:.0f} ms")
+    if tokens.remote and result.remote is not None:
+        kept.append(f"{tokens.remote} from the prefill worker in {result.remote['ms']:.0f} ms")
     kept.append(f"{tokens.computed} computed in {timing.prefill_ms:.0f} ms")
     parts.append("tokens: " + ", ".join(kept))
     if timing.decode_tokens_per_s is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,6 +14,10 @@ from chatkv.cli.output import Output, count, output_options, size
 from chatkv.cli.told import model_line
 from chatkv.errors import UsageError
 from chatkv.paths import Folders, folders
+from chatkv.session.request import Role
+
+if TYPE_CHECKING:
+    from chatkv.server.listen import Tls
 
 
 @click.command()
@@ -31,6 +35,16 @@ from chatkv.paths import Folders, folders
 )
 @setting_option("serve.allowed-hosts", metavar="NAMES")
 @setting_option("serve.allowed-origins", metavar="URLS")
+@setting_option("serve.role")
+@setting_option("serve.prefill-url", metavar="URL")
+@click.option(
+    "--prefill-token",
+    envvar="CHATKV_PREFILL_TOKEN",
+    show_envvar=True,
+    help="The token of the prefill worker.",
+)
+@setting_option("serve.tls-cert", metavar="FILE")
+@setting_option("serve.tls-key", metavar="FILE")
 @click.option("--socket-only", is_flag=True, help="Serve chatkv's own programs, and no others.")
 def serve(
     host: str,
@@ -39,12 +53,20 @@ def serve(
     tokens: tuple[str, ...],
     allowed_hosts: str | None,
     allowed_origins: str | None,
+    role: Role,
+    prefill_url: str | None,
+    prefill_token: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
     socket_only: bool,
 ) -> None:
     """Serve other programs' clients, which speak OpenAI's, Ollama's or Anthropic's API.
 
     It is also the engine that all of chatkv talks to: an idle one makes way for it. It listens on
     this machine alone unless --host says otherwise, for which a token is needed.
+
+    Prompts can be computed by another process, here or elsewhere: `chatkv serve --role prefill`
+    there, and `chatkv serve --role decode --prefill-url http://THERE:PORT` here.
     """
     from chatkv.server.process import serve as run
 
@@ -59,13 +81,47 @@ def serve(
     # As lists of names, separated by commas.
     hosts, origins = _listed((allowed_hosts or "").lower()), _listed(allowed_origins or "")
     access = Access(_filled(tokens), hosts, origins)
-    listen = Listen(host, port, access, models or (values_in_force()["model"].value,))
+    offered = models or (values_in_force()["model"].value,)
+    where, token = _prefill_at(role, prefill_url, prefill_token)
+    listen = Listen(host, port, access, offered, _tls(tls_cert, tls_key), where, token)
+    if role == "prefill":
+        from chatkv.server.prefill_process import serve_prefill
+
+        set_values = values_in_force()
+        dtype, weights = set_values["dtype"].value, set_values["weights"].value
+        return serve_prefill(place, listen, dtype, weights, _say_where)
     while True:
         _make_way(place)
         if run(place, listen=listen, on_listening=_say_where):
             return
         if engine.find(place) is None:
             time.sleep(0.1)  # another one is just starting, or ending
+
+
+def _prefill_at(role: Role, url: str | None, token: str | None) -> tuple[str | None, str | None]:
+    """The prefill worker's address and token, for a decode worker alone."""
+    if role == "decode" and url is None:
+        raise UsageError("--role decode needs to know where prompts are computed: --prefill-url")
+    if role != "decode":
+        if url is not None:
+            raise UsageError(f"--prefill-url is for --role decode, not {role}")
+        return None, None
+    from chatkv.apart.transports import transport_to
+
+    transport_to(url or "", token)  # what makes no sense is said at once
+    return url, token
+
+
+def _tls(cert: str | None, key: str | None) -> Tls | None:
+    from chatkv.server.listen import Tls
+
+    if cert is None and key is None:
+        return None
+    if cert is None or key is None:
+        raise UsageError("--tls-cert and --tls-key belong together")
+    tls = Tls(cert, key)
+    tls.check()
+    return tls
 
 
 def _make_way(place: Folders) -> None:

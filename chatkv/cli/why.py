@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from chatkv.cli.output import Output, count, output_options, plural, printable
+from chatkv.cli.output import Output, count, output_options, plural, printable, size
 from chatkv.cli.sessions import SESSION
 from chatkv.cli.stores import open_conversations
 from chatkv.cli.table import Column
@@ -16,11 +16,15 @@ NAMES = {
     "reload": "reload from disk",
     "re-prefill": "compute everything again",
     "both": "both ends at once",
+    "none": "compute what is new here",
+    "remote": "have it computed by the prefill worker",
 }
 VERBS = {
     "reload": "reload from disk",
     "re-prefill": "compute everything again",
     "both": "do both at once",
+    "none": "compute what is new here",
+    "remote": "have it computed by the prefill worker",
 }
 # Beyond what nobody notices, a turn that took longer than the fastest plan was promised says so.
 REGRET_MS, REGRET_SHARE = 20.0, 0.25
@@ -74,9 +78,10 @@ def explain(stats: dict[str, Any], num_new: int) -> list[str]:
         for key, words in (
             ("reused", "were still in memory"),
             ("loaded", "came from disk"),
+            ("remote", "came from the prefill worker"),
             ("computed", "were computed"),
         )
-        if tokens[key]
+        if tokens.get(key)
     ]
     again = tokens["computed"] - num_new
     and_so = f", {count(again)} of them once more" if again > 0 else ""
@@ -85,6 +90,8 @@ def explain(stats: dict[str, Any], num_new: int) -> list[str]:
     if stats.get("departure"):
         lines.append(_departed(stats["departure"]))
     lines += _reason(stats["plan"], stats.get("regret_ms"))
+    if stats.get("remote"):
+        lines.append(_fetched(stats["remote"]))
     lines += [f"Note: {printable(notice)}." for notice in stats.get("notices", [])]
     if timing["ttft_ms"]:
         lines.append(_time(timing))
@@ -105,6 +112,27 @@ def _speculated(speculation: dict[str, Any]) -> str:
     )
 
 
+def _fetched(remote: dict[str, Any]) -> str:
+    """What the prefill worker was expected to do, and did."""
+    expected, rate = remote["predicted"], remote["bytes_per_s"]
+    said = (
+        f"The prefill worker at {remote['worker']} brought {plural(remote['tokens'], 'token')}, "
+        f"{size(remote['bytes'])}, in {_ms(remote['ms'])}; {_ms(expected['ms'])} were expected: "
+    )
+    parts = (("queue", "to wait"), ("prefill", "to compute"))
+    took = [
+        f"{_ms(remote[f'{part}_ms'])} {what} ({_ms(expected[f'{part}_ms'])} expected)"
+        for part, what in parts
+        if remote[f"{part}_ms"] is not None
+    ]
+    way = f"{_ms(expected['transfer_ms'])} expected on the way"
+    if rate is not None:
+        way += f", where bytes came at {size(rate)} a second"
+    if remote["stored_tokens"]:
+        way += f"; {plural(remote['stored_tokens'], 'token')} came through the shared cache"
+    return said + _listed([*took, way]) + "."
+
+
 def _departed(departure: dict[str, Any]) -> str:
     now, before = (_quoted(departure[key]["text"]) for key in ("token", "other"))
     return (
@@ -117,7 +145,7 @@ def _departed(departure: dict[str, Any]) -> str:
 def _reason(plan: dict[str, Any], regret_ms: float | None) -> list[str]:
     """Why this plan, what it took, what the next best would have, and whether that was right."""
     chosen, ways = plan["chosen"], plan["alternatives_ms"]
-    if chosen == "none":
+    if chosen == "none" and not ways:
         return ["Nothing had to be restored."]
     took = f"{_ms(plan['predicted_ms'])} expected, {_ms(plan['actual_ms'])} taken"
     said = f"It was decided to {VERBS[chosen]}: {took}"

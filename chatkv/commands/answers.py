@@ -10,7 +10,7 @@ from chatkv.errors import UsageError
 from chatkv.session.turn import TurnOptions
 
 _SAMPLING = {"temperature": float, "top-p": float, "top-k": int, "min-p": float}
-_RESTORE = ("auto", "reload", "re-prefill", "both")
+_RESTORE = ("auto", "reload", "re-prefill", "both", "remote")
 _OVERFLOW = ("refuse", "shift", "recompute")
 NAMES = (*_SAMPLING, "max-tokens", "seed", "restore", "exact", "overflow", "speculate")
 

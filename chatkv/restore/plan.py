@@ -11,8 +11,8 @@ from chatkv.restore.cost import CostModel
 from chatkv_store.chain import StoredBlock
 from chatkv_store.layout import BLOCK_TOKENS
 
-Method = Literal["none", "reload", "re-prefill", "both"]
-Wanted = Literal["auto", "reload", "re-prefill", "both"]
+Method = Literal["none", "reload", "re-prefill", "both", "remote"]
+Wanted = Literal["auto", "reload", "re-prefill", "both", "remote"]
 
 # Recomputed history may round differently. Nobody notices 20 ms, and few would trade for 5 %.
 EXACT_IS_WORTH_MS = 20.0
@@ -92,11 +92,30 @@ class Plan:
         """Whether KV that could be loaded is computed because that seems to be faster."""
         ways = self.alternatives_ms
         is_fastest = self.predicted_ms <= min(ways.values(), default=0.0)
-        return self.chosen == "re-prefill" and len(ways) > 1 and is_fastest
+        could_load = "reload" in ways or "both" in ways
+        return self.chosen == "re-prefill" and could_load and is_fastest
+
+    @property
+    def leaves_remote_untried(self) -> bool:
+        """Whether a prefill worker was asked for nothing because that seems to be faster."""
+        return "remote" in self.alternatives_ms and self.chosen != "remote"
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A prefill worker that would compute what is neither in the pool nor on disk, all but the
+    last token, in so many seconds; here that takes `slower` times what it takes alone."""
+
+    seconds: float
+    slower: float = 1.0
 
 
 def choose(
-    situation: Situation, cost: CostModel, wanted: Wanted = "auto", exact: bool = False
+    situation: Situation,
+    cost: CostModel,
+    wanted: Wanted = "auto",
+    exact: bool = False,
+    remote: Remote | None = None,
 ) -> Plan:
     """The fastest plan, or the wanted one where that is possible.
 
@@ -115,6 +134,8 @@ def choose(
         first, last = situation.both_range
         if last > first:
             options["both"] = cost.both_s(in_pool, first, last, total) * 1e3
+    if remote is not None and not exact and wanted in ("auto", "remote"):
+        options = _with_remote(options, situation, cost, remote)
     alternatives = dict(options)
     if exact:
         missing = situation.history - loaded
@@ -130,6 +151,18 @@ def choose(
     return Plan(cast(Method, chosen), options[chosen], alternatives)
 
 
+def _with_remote(
+    local_ms: dict[str, float], situation: Situation, cost: CostModel, remote: Remote
+) -> dict[str, float]:
+    """The ways with that of the prefill worker; "none" is to compute what is new here."""
+    total, loaded = situation.total, situation.in_pool + situation.loadable
+    here_ms = local_ms or {"none": cost.prefill_s(loaded, total) * 1e3}
+    beside_ms = (remote.slower - 1) * cost.prefill_s(loaded, total) * 1e3
+    waited_s = max(cost.load_s(situation.loadable), remote.seconds)
+    there_ms = (waited_s + remote.slower * cost.prefill_s(total - 1, total)) * 1e3
+    return {way: ms + beside_ms for way, ms in here_ms.items()} | {"remote": there_ms}
+
+
 def _fastest(options: dict[str, float]) -> str:
     """The method of the least milliseconds; reload where that is hardly slower, since what it
     restores is exact to the bit."""
@@ -137,4 +170,5 @@ def _fastest(options: dict[str, float]) -> str:
     close_enough = max(
         options[best] * (1 + EXACT_IS_WORTH_SHARE), options[best] + EXACT_IS_WORTH_MS
     )
-    return "reload" if options.get("reload", float("inf")) <= close_enough else best
+    exact = [way for way in ("reload", "none") if options.get(way, float("inf")) <= close_enough]
+    return exact[0] if exact else best

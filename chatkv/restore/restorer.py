@@ -21,6 +21,7 @@ from chatkv.model.rope import inverse_frequencies
 from chatkv.restore.both_ends import BothEnds
 from chatkv.restore.calibration import Calibration, Progress, calibrate
 from chatkv.restore.cost import OVERLAP_S, CostFile
+from chatkv.restore.fetching import Fetching
 from chatkv.restore.layers import Arrived, LayerLoad
 from chatkv.restore.misses import (
     Departure,
@@ -30,6 +31,8 @@ from chatkv.restore.misses import (
     num_missing,
 )
 from chatkv.restore.plan import Plan, Situation, Wanted, choose, survey
+from chatkv.restore.prefill_worker import Offer
+from chatkv.restore.remote import Fetched, RemotePrefill, told
 from chatkv.restore.saver import DiskTier, Saver
 from chatkv.restore.staging import reach
 from chatkv_store.blocks import Match, StoredBlock
@@ -53,6 +56,9 @@ class Planned:
     wanted: Wanted = "auto"
     exact: bool = False
     departure: Departure | None = None  # from what is kept, in memory or else on disk
+    # What a prefill worker offers; or why it does not.
+    offer: Offer | None = None
+    no_offer: str | None = None
 
 
 @dataclass(frozen=True)
@@ -64,13 +70,14 @@ class Restored:
     departure: Departure | None = None  # where it differs from what is kept
     arrived: Arrived | None = None  # loaded before prefill begins
     arriving: BothEnds | LayerLoad | None = None  # on its way still; close it after the prefill
+    fetched: Fetched | None = None  # from a prefill worker
     notices: tuple[str, ...] = ()
 
     @property
     def all_notices(self) -> tuple[str, ...]:
         """`notices`, and what has become known since."""
-        late = self.arrived or self.arriving
-        return (*self.notices, *(late.notices if late else ()))
+        late = (self.arrived or self.arriving, self.fetched)
+        return (*self.notices, *(line for one in late if one for line in one.notices))
 
     @property
     def num_bytes(self) -> int:
@@ -86,6 +93,16 @@ class Restored:
         return self.arriving.num_loaded if self.arriving else 0
 
     @property
+    def num_fetched(self) -> int:
+        """Tokens that a prefill worker has computed."""
+        return self.fetched.num_tokens if self.fetched is not None else 0
+
+    @property
+    def num_ready(self) -> int:
+        """Tokens that prefill need not compute, from the first on, as far as that is known."""
+        return self.reused + self.num_loaded + self.num_fetched
+
+    @property
     def waited_s(self) -> float:
         """Seconds that prefill has waited for KV on its way."""
         return self.arriving.waited_s if isinstance(self.arriving, LayerLoad) else 0.0
@@ -93,7 +110,7 @@ class Restored:
 
 class Restorer:
     """Restores and saves the sequences of one engine. `disk` None: nothing outlives the process.
-    Sequences of two realms share no KV in memory."""
+    Sequences of two realms share no KV in memory. `remote`: a worker that may compute prompts."""
 
     def __init__(
         self,
@@ -104,16 +121,20 @@ class Restorer:
         key: str,
         label: str = "",
         realm: str = "",
+        remote: RemotePrefill | None = None,
     ) -> None:
         assert layout.block_tokens == BLOCK_TOKENS
         self.engine, self.layout, self.disk, self.realm = engine, layout, disk, realm
+        self._fetching: Fetching | None = None
         self._costs, self._cost_key, self._label = costs, key, label
         self.cost = costs.load(key)
         self._frequencies = inverse_frequencies(engine.decoder.config)[0].numpy()
-        self._reach = reach(engine.pool, layout)
+        self.reach = reach(engine.pool, layout)
         self._saver = (
             Saver(engine.pool, layout, disk, self._frequencies) if disk is not None else None
         )
+        if remote is not None:
+            self._fetching = Fetching(remote, engine, layout, self.reach, disk, self._saver)
 
     def plan(
         self,
@@ -141,11 +162,14 @@ class Restorer:
         stored = self._stored(ids, match, history)
         matched = match.num_tokens if match else 0
         situation = survey(len(ids), history, in_pool, matched, stored)
-        plan = choose(situation, self.cost, wanted, exact)
+        offer = no_offer = there = None
+        if self._fetching is not None and not exact and wanted in ("auto", "remote"):
+            offer, no_offer = self._fetching.offer(situation)
+            there = self._fetching.there(offer) if offer is not None else None
+        plan = choose(situation, self.cost, wanted, exact, there)
         departure = departure or departure_on_disk(match, ids)
-        return Planned(
-            plan, list(ids), situation, match, stored, wanted, exact, departure=departure
-        )
+        kept = (match, stored, wanted, exact, departure)
+        return Planned(plan, list(ids), situation, *kept, offer, no_offer)
 
     def restore(
         self,
@@ -173,6 +197,8 @@ class Restorer:
             result = self._reload(sequence, planned.match, result, on_progress, cancelled)
         elif planned.plan.chosen == "both":
             result = replace(result, arriving=self._load_from_the_end(sequence, planned))
+        elif planned.plan.chosen == "remote" and planned.offer is not None:
+            result = self._fetch(sequence, planned, planned.offer, result, on_progress, cancelled)
         return replace(result, notices=self._alarm(planned))
 
     def bring_back(self, sequence: TokenSequence, ids: Sequence[int]) -> None:
@@ -228,10 +254,12 @@ class Restorer:
                 cpu_s = 0.0 if arriving is not None else arrived.cpu_s / default_threads()
                 self.cost = self.cost.after_load(restored.num_loaded, arrived.seconds, cpu_s)
             if num_computed:
-                start = restored.reused + restored.num_loaded
+                start = restored.num_ready
                 self.cost = self.cost.after_prefill(start, start + num_computed, prefill_s)
         if restored.plan.leaves_loading_untried:
             self.cost = self.cost.after_no_load()
+        if restored.plan.leaves_remote_untried and self._fetching is not None:
+            self._fetching.remote.worker.after_none()
         self._costs.save(self._cost_key, self._label, self.cost)
 
     def swap_out(self, sequence: TokenSequence) -> None:
@@ -301,6 +329,32 @@ class Restorer:
         sequence.num_cached = arrived.num_cached
         return replace(result, arrived=arrived)
 
+    def _fetch(
+        self,
+        sequence: TokenSequence,
+        planned: Planned,
+        offer: Offer,
+        result: Restored,
+        on_progress: Callable[[int, int], None] | None,
+        cancelled: Callable[[], bool] | None,
+    ) -> Restored:
+        """Have a prefill worker compute what is not here, while what is on disk is loaded. What
+        does not come from there is prefill's."""
+        assert self._fetching is not None
+        arrived: list[Arrived] = []
+
+        def load_before() -> int:
+            match = planned.match
+            if match is not None and planned.situation.loadable and self._saver is not None:
+                self._saver.loaded(sequence, match.blocks)
+                found = self._load(sequence, match, result.reused, lambda *_: None, cancelled)
+                sequence.num_cached = found.num_cached
+                arrived.append(found)
+            return sequence.num_cached
+
+        fetched = self._fetching.fetch(sequence, offer, load_before, on_progress, cancelled)
+        return replace(result, arrived=next(iter(arrived), None), fetched=fetched)
+
     def _may_overlap(self, num_tokens: int) -> bool:
         """Whether the new prompt should start while history loads: not where loading is the work
         of the cores that would compute, nor where the model is busy with others meanwhile."""
@@ -329,7 +383,7 @@ class Restorer:
             self.disk.store,
             blocks,
             self.layout,
-            self._reach.destination(sequence.run),
+            self.reach.destination(sequence.run),
             default_threads(),
             on_group_done=lambda group, num_ok: on_group(group, first * BLOCK_TOKENS + num_ok),
             stop=cancelled,
@@ -349,7 +403,7 @@ class Restorer:
 
     def _load_from_the_end(self, sequence: TokenSequence, planned: Planned) -> BothEnds:
         """Begin to load the stored blocks, the last ones first, beside the prefill that follows."""
-        into = self._reach.destination(sequence.run)
+        into = self.reach.destination(sequence.run)
 
         def load(
             blocks: Sequence[StoredBlock], on_layers: Callable[[int], None]
@@ -382,14 +436,20 @@ class Restorer:
             self._saver.replace(sequence, damaged)
 
     def _alarm(self, planned: Planned) -> tuple[str, ...]:
-        """History that has to be computed again although nobody asked for it is always said."""
-        history, match = planned.situation.history, planned.match
-        missing = num_missing(planned.stored, planned.situation.in_pool, history)
-        if not missing:
-            return ()
-        why = "nothing is kept on disk"
-        if self.disk is not None and match is not None:
-            ids = planned.ids[:history]
-            why = cause(self.disk.store, self.disk.namespace, ids, match.num_tokens)
-            why = f"{match.miss}; {why}" if match.miss else why
-        return (f"{missing} tokens of history have no stored KV and are computed again: {why}",)
+        """History that has to be computed again although nobody asked for it is always said, and a
+        prefill worker that could not be had."""
+        lines = []
+        if planned.no_offer is not None and self._fetching is not None:
+            lines.append(told(self._fetching.remote.worker.name, planned.no_offer))
+        situation, match = planned.situation, planned.match
+        missing = num_missing(planned.stored, situation.in_pool, situation.history)
+        if missing:
+            why = "nothing is kept on disk"
+            if self.disk is not None and match is not None:
+                ids = planned.ids[: situation.history]
+                why = cause(self.disk.store, self.disk.namespace, ids, match.num_tokens)
+                why = f"{match.miss}; {why}" if match.miss else why
+            lines.append(
+                f"{missing} tokens of history have no stored KV and are computed again: {why}"
+            )
+        return tuple(lines)

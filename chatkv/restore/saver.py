@@ -89,6 +89,10 @@ class Saver:
                 end = block.start + block.num_tokens
                 chain.quantised_end = max(chain.quantised_end, end)
 
+    def stored(self, sequence: TokenSequence, keys: Iterable[bytes]) -> None:
+        """Somebody else has put the blocks of these keys into the store."""
+        self._chains.setdefault(sequence, _Chain()).on_disk.update(keys)
+
     def save(self, sequence: TokenSequence, tail: bool = False) -> None:
         """Queue blocks that were completed since the last call; with `tail`, the tokens of the
         unfinished last block too. Copies the KV, never waits for the disk. KV that is not exact

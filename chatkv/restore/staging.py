@@ -50,6 +50,13 @@ class Reach(Protocol):
         """The KV of the run's tokens [start, stop), all in one block, which nobody writes
         meanwhile, to be stored with this codec. Waits for no device."""
 
+    def look(self, run: Run, start: int, stop: int) -> Taken:
+        """The same, to be sent somewhere at once: where it lies, if that can be read."""
+
+    def put(self, run: Run, group: int, start: int, bits: Bits) -> None:
+        """Write bits [layers, 2, heads, tokens, head_dim] of the layers of value `group` to the
+        tokens from `start` on, all in one block; they are there when this returns."""
+
 
 def reach(pool: Pool, layout: KVLayout) -> Reach:
     """How KV of this layout gets into a pool and out of it."""
@@ -78,6 +85,15 @@ class InPlace:
         bits = as_bits(self.pool.slots(run, start, stop)).copy()
         return Taken(lambda group: of_group(bits, self.layout, group))
 
+    def look(self, run: Run, start: int, stop: int) -> Taken:
+        bits = as_bits(self.pool.slots(run, start, stop))
+        return Taken(lambda group: of_group(bits, self.layout, group))
+
+    def put(self, run: Run, group: int, start: int, bits: Bits) -> None:
+        layers, stop = self.layout.value_layers(group), start + bits.shape[3]
+        there = as_bits(self.pool.slots(run, start, stop))
+        there[layers.start : layers.stop] = bits
+
 
 _ways: WeakKeyDictionary[PagedPool, Way] = WeakKeyDictionary()
 
@@ -102,6 +118,20 @@ class Staged:
         copy = Copy(kv, tokens, start, codec, self.layout, self.way)
         is_coded_there = stop - start == BLOCK_TOKENS and self.way.codecs.knows(codec)
         return Taken(copy.value, copy.encoded if is_coded_there else None)
+
+    def look(self, run: Run, start: int, stop: int) -> Taken:
+        return self.take(run, start, stop, "raw")
+
+    def put(self, run: Run, group: int, start: int, bits: Bits) -> None:
+        layers, pool = self.layout.value_layers(group), self.pool
+        block, first = run.blocks[start // BLOCK_TOKENS], start % BLOCK_TOKENS
+        tokens = slice(first, first + bits.shape[3])
+        with self.way.ring.slab() as slab, torch.cuda.stream(self.way.into):
+            host = slab.view(pool.dtype)[: bits.size].view(bits.shape)
+            as_bits(host)[...] = bits
+            there = pool.kv[block, layers.start : layers.stop, :, :, tokens]
+            there.copy_(host, non_blocking=True)
+            wait(self.way.into)
 
     def send_encoded(
         self,

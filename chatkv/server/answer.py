@@ -150,7 +150,7 @@ def _result(choices: list[Choice], about: dict[str, Any]) -> dict[str, Any]:
     timings = {
         "session": about.get("session", ""),
         "cache_n": cached,
-        "prompt_n": tokens.computed,
+        "prompt_n": tokens.computed + tokens.remote,
         "prompt_ms": round(timing.prefill_ms, 3),
         "prompt_per_second": round(tokens.computed / timing.prefill_ms * 1e3, 3)
         if timing.prefill_ms
@@ -162,7 +162,10 @@ def _result(choices: list[Choice], about: dict[str, Any]) -> dict[str, Any]:
         "ttft_ms": round(timing.ttft_ms, 3),
         "reused_n": tokens.reused,
         "loaded_n": tokens.loaded,
+        "remote_n": tokens.remote,
         "plan": first.plan.chosen,
+        "plan_expected_ms": round(first.plan.predicted_ms, 3),
+        "plan_ms": round(first.plan_actual_ms, 3),
         "draft_n": sum(result.speculation.drafted for result in results),
         "draft_n_accepted": sum(result.speculation.accepted for result in results),
         "hit": hit,
@@ -176,6 +179,7 @@ def _result(choices: list[Choice], about: dict[str, Any]) -> dict[str, Any]:
         "generated_tokens": generated,
         "load_ms": timing.load_model_ms,
         "timings": timings,
+        "remote": first.remote,
         "notices": list(first.notices),
     }
 

@@ -17,6 +17,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HEADER_S = 10.0
 # That a client may leave what was sent to it unread.
 UNREAD_S = 60.0
+# Under which the scope of a request has its connection, for answers that write to it themselves.
+TRANSPORT = "chatkv.transport"
 # Connections whose request has not come yet.
 MAX_WAITING = 64
 
@@ -29,6 +31,16 @@ def bounded(
 
     class Bounded(H11Protocol):
         _unread: asyncio.TimerHandle | None = None
+
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            app = self.app
+
+            async def with_transport(scope: Any, receive: Any, send: Any) -> None:
+                scope[TRANSPORT] = self.transport
+                await app(scope, receive, send)
+
+            self.app = with_transport
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from chatkv.engine.scheduler import Cancelled
 from chatkv.model.catalog import find_model
 from chatkv.paths import Folders
+from chatkv.restore.prefill_worker import PrefillWorker
 from chatkv.runtime import Runtime
 from chatkv.server.models import Models, Progress, closed
 from chatkv.session.request import ChatRequest, Found, KVCodec, WantedDtype, WantedWeights, find
@@ -67,12 +68,17 @@ class Hub:
     a turn takes, and may be taken with `_lock` only where it is not waited for.
     """
 
-    def __init__(self, folders: Folders, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        folders: Folders,
+        clock: Callable[[], float] = time.monotonic,
+        prefill: PrefillWorker | None = None,
+    ) -> None:
         self.folders = folders
         self.conversations = Conversations(folders.conversations, must_open=False)
         self._clock = clock
         self._lock = threading.RLock()
-        self._models = Models(folders, self.conversations, self._lock, self._let_go)
+        self._models = Models(folders, self.conversations, self._lock, self._let_go, prefill)
         self._held: dict[str, Held] = {}
         self._unsaid: dict[str, Found] = {}  # closed, and in no file to be opened from
         self._is_closed = False

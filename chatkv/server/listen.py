@@ -7,8 +7,11 @@ import hashlib
 import hmac
 import ipaddress
 import re
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from chatkv.errors import UsageError
 
 # Pages of this machine, and the programs that are pages inside.
 _OWN_ORIGIN = re.compile(
@@ -81,10 +84,30 @@ def _digest(text: str) -> bytes:
 
 
 @dataclass(frozen=True)
+class Tls:
+    """Files in PEM form: the certificate with those that vouch for it, and its key."""
+
+    cert_file: str
+    key_file: str
+
+    def check(self) -> None:
+        """Raises UsageError for files that cannot be used."""
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.cert_file, self.key_file)
+        except OSError as error:
+            said = error.strerror or error
+            raise UsageError(f"--tls-cert {self.cert_file}, --tls-key: {said}") from None
+
+
+@dataclass(frozen=True)
 class Listen:
-    """Where and for whom. `models` as --model takes them, None: the embedded one."""
+    """Where and for whom. `models` as --model takes them, None: the embedded one. prefill_url: a
+    prefill worker that computes long prompts, asked with prefill_token."""
 
     host: str = "127.0.0.1"
     port: int = 11535
     access: Access = Access()
     models: tuple[str | None, ...] = (None,)
+    tls: Tls | None = None
+    prefill_url: str | None = None
+    prefill_token: str | None = None

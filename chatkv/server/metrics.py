@@ -51,6 +51,10 @@ class Metrics:
     hits: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
     drafted: Counter[str] = field(default_factory=Counter)
+    plans: Counter[str] = field(default_factory=Counter)
+    plan_ms: Counter[tuple[str, str]] = field(default_factory=Counter)  # plan, expected or taken
+    remote: Counter[str] = field(default_factory=Counter)  # by how a fetch ended
+    remote_bytes: int = 0
     num_disconnected: int = 0
     num_open: int = 0
     began_at: float = field(default_factory=time.time)
@@ -66,7 +70,15 @@ class Metrics:
             self.hits[timings["hit"]] += 1
             self.tokens["reused"] += timings["reused_n"]
             self.tokens["loaded"] += timings["loaded_n"]
-            self.tokens["computed"] += timings["prompt_n"]
+            self.tokens["computed"] += timings["prompt_n"] - timings["remote_n"]
+            self.tokens["remote"] += timings["remote_n"]
+            plan = timings["plan"]
+            self.plans[plan] += 1
+            self.plan_ms[plan, "expected"] += round(timings["plan_expected_ms"])
+            self.plan_ms[plan, "taken"] += round(timings["plan_ms"])
+            if result["remote"] is not None:
+                self.remote["failed" if result["remote"]["failure"] else "done"] += 1
+                self.remote_bytes += result["remote"]["bytes"]
             self.tokens["generated"] += result["generated_tokens"]
             self.drafted["accepted"] += timings["draft_n_accepted"]
             self.drafted["rejected"] += timings["draft_n"] - timings["draft_n_accepted"]
@@ -87,25 +99,35 @@ class Metrics:
         ]
         hits = [(f'hit="{hit}"', n) for hit, n in self.hits.items()]
         tokens = [(f'source="{source}"', n) for source, n in self.tokens.items()]
-        yield from _counter("requests_total", "Requests by path and status.", requests)
-        yield from _counter("matches_total", "Answers by how their conversation was found.", hits)
-        says = "Tokens: KV reused from memory, loaded from disk, computed; and generated."
-        yield from _counter("tokens_total", says, tokens)
+        yield from counter("requests_total", "Requests by path and status.", requests)
+        yield from counter("matches_total", "Answers by how their conversation was found.", hits)
+        says = "Tokens: KV reused, loaded from disk, from a prefill worker, computed; generated."
+        yield from counter("tokens_total", says, tokens)
+        plans = [(f'plan="{plan}"', n) for plan, n in self.plans.items()]
+        yield from counter("plans_total", "How history and prompts came into memory.", plans)
+        spent = sorted(self.plan_ms.items())
+        taken = [(f'plan="{plan}",which="{which}"', n / 1e3) for (plan, which), n in spent]
+        says = "Seconds to the first logits by plan, as it was expected and as it was."
+        yield from counter("plan_seconds_total", says, taken)
+        fetches = [(f'ended="{how}"', n) for how, n in self.remote.items()]
+        yield from counter("remote_prefills_total", "Requests to the prefill worker.", fetches)
+        says = "Bytes of KV that came from there."
+        yield from counter("remote_bytes_total", says, [("", self.remote_bytes)])
         says = "Tokens guessed ahead of the model, by whether it said them then."
         drafted = [(f'outcome="{outcome}"', n) for outcome, n in self.drafted.items()]
-        yield from _counter("drafted_tokens_total", says, drafted)
+        yield from counter("drafted_tokens_total", says, drafted)
         says = "Requests whose client left before the end."
-        yield from _counter("disconnects_total", says, [("", self.num_disconnected)])
-        yield from _gauge("requests_open", "Requests being answered.", [("", self.num_open)])
+        yield from counter("disconnects_total", says, [("", self.num_disconnected)])
+        yield from gauge("requests_open", "Requests being answered.", [("", self.num_open)])
         yield from self._ttft.lines("chatkv_ttft_seconds", "Time to first token.")
         yield from self._per_token.lines("chatkv_token_seconds", "Time per further token.")
         says = "Tokens of each prompt that had to be computed."
         yield from self._computed.lines("chatkv_prompt_computed_tokens", says)
 
     def _process(self) -> Iterator[str]:
-        yield from _gauge("build_info", "This program.", [(f'version="{__version__}"', 1)])
-        yield from _gauge("start_time_seconds", "When it began to count.", [("", self.began_at)])
-        yield from _gauge("memory_bytes", "Memory that it takes.", [("", resident_bytes())])
+        yield from gauge("build_info", "This program.", [(f'version="{__version__}"', 1)])
+        yield from gauge("start_time_seconds", "When it began to count.", [("", self.began_at)])
+        yield from gauge("memory_bytes", "Memory that it takes.", [("", resident_bytes())])
 
 
 def resident_bytes() -> int:
@@ -121,20 +143,20 @@ def _models(hub: dict[str, Any]) -> Iterator[str]:
             labels = f'model="{_quoted(model["model"])}",state="{state}"'
             tokens.append((labels, model["kv_tokens"][state]))
             num_bytes.append((labels, model["kv_tokens"][state] * model["kv_bytes_per_token"]))
-    yield from _gauge("models_loaded", "Models in memory.", [("", len(hub["models"]))])
-    yield from _gauge("kv_tokens", "Tokens of KV that memory has room for.", tokens)
-    yield from _gauge("kv_bytes", "The same, in bytes.", num_bytes)
-    yield from _gauge("sessions_open", "Open conversations.", [("", len(hub["open_sessions"]))])
-    yield from _gauge("sessions_answering", "... that answer.", [("", len(hub["answering"]))])
+    yield from gauge("models_loaded", "Models in memory.", [("", len(hub["models"]))])
+    yield from gauge("kv_tokens", "Tokens of KV that memory has room for.", tokens)
+    yield from gauge("kv_bytes", "The same, in bytes.", num_bytes)
+    yield from gauge("sessions_open", "Open conversations.", [("", len(hub["open_sessions"]))])
+    yield from gauge("sessions_answering", "... that answer.", [("", len(hub["answering"]))])
 
 
 def _disk(disk: dict[str, int]) -> Iterator[str]:
     """Names that end in _blocks or _bytes, as the store has them; empty where there is none."""
     for name in ("file_bytes", "used_bytes", "max_bytes", "blocks"):
         if name in disk:
-            yield from _gauge(f"disk_{name}", "KV on the disk.", [("", disk[name])])
+            yield from gauge(f"disk_{name}", "KV on the disk.", [("", disk[name])])
     for name in sorted(disk.keys() & _DISK_COUNTERS.keys()):
-        yield from _counter(f"disk_{name}_total", _DISK_COUNTERS[name], [("", disk[name])])
+        yield from counter(f"disk_{name}_total", _DISK_COUNTERS[name], [("", disk[name])])
 
 
 _DISK_COUNTERS = {
@@ -147,11 +169,11 @@ _DISK_COUNTERS = {
 }
 
 
-def _counter(name: str, says: str, samples: Samples) -> list[str]:
+def counter(name: str, says: str, samples: Samples) -> list[str]:
     return _family(f"chatkv_{name}", says, "counter", samples)
 
 
-def _gauge(name: str, says: str, samples: Samples) -> list[str]:
+def gauge(name: str, says: str, samples: Samples) -> list[str]:
     return _family(f"chatkv_{name}", says, "gauge", samples)
 
 

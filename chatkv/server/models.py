@@ -11,6 +11,7 @@ from chatkv.model.dtype import choose_dtype
 from chatkv.paths import Folders
 from chatkv.process import prepare_to_compute
 from chatkv.restore.disk import Disk
+from chatkv.restore.prefill_worker import PrefillWorker
 from chatkv.runtime import Runtime
 from chatkv.session.request import WantedDtype, WantedWeights
 from chatkv.words import plural
@@ -27,7 +28,8 @@ class Models:
     """Loads and unloads. Every method may be called from any thread.
 
     `lock` guards which ones there are. let_go(runtime) closes what is open in one that has to make
-    room, and is False where somebody uses it; it is called with the lock held.
+    room, and is False where somebody uses it; it is called with the lock held. prefill: a worker
+    that may compute prompts of any of them.
     """
 
     def __init__(
@@ -36,10 +38,11 @@ class Models:
         conversations: Conversations,
         lock: threading.RLock,
         let_go: Callable[[Runtime], bool],
+        prefill: PrefillWorker | None = None,
     ) -> None:
         prepare_to_compute()
         self._folders, self._conversations = folders, conversations
-        self._lock, self._let_go = lock, let_go
+        self._lock, self._let_go, self._prefill = lock, let_go, prefill
         self._loading = threading.Lock()  # one at a time: both would need the whole machine
         self._disk: Disk | None = None
         self._loaded: dict[tuple[str | None, str, str], Runtime] = {}  # the last used one last
@@ -75,6 +78,7 @@ class Models:
                 on_progress,
                 disk=self._disk,
                 weights=weights,
+                prefill=self._prefill,
             )
             with self._lock:
                 if not self._is_closed:

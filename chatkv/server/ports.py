@@ -43,10 +43,11 @@ def listening_on(host: str, port: int, has_token: bool) -> Iterator[list[socket.
         yield found
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, is_tls: bool = False) -> str:
     """Where a listening socket is reached."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if is_tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _addresses(host: str) -> list[str]:

@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,14 +27,13 @@ from chatkv.server.ports import listening_on, url_of
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+    from chatkv.restore.prefill_worker import PrefillWorker
     from chatkv.server.hub import Hub
     from chatkv.server.listen import Listen
 
 log = logging.getLogger("chatkv.server")
 
 IDLE_S = 900.0
-# Beyond this many at once, who comes is told to try again; each holds a thread while it answers.
-MAX_CONNECTIONS = 256
 _TICK_S = 0.5
 # Who looks for the engine takes its lock for an instant; that must not end one that is starting.
 _LOCK_PATIENCE_S = 0.5
@@ -101,52 +101,30 @@ async def _serve(
     ports: list[socket.socket],
     on_listening: Callable[[Sequence[str]], None],
 ) -> None:
-    import uvicorn
     from starlette.applications import Starlette
-    from uvicorn.protocols.http.h11_impl import H11Protocol
 
     from chatkv.server.api import application
     from chatkv.server.bounded import bounded
     from chatkv.server.hub import Hub
     from chatkv.server.own import EXCEPTION_HANDLERS, OwnApi
+    from chatkv.server.servers import end, http_server
 
-    class Server(uvicorn.Server):
-        def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
-            return nullcontext()  # they are ours: an answer is to stop at once, without a grace
-
-    hub = Hub(folders)
-
-    def end() -> None:
-        for server in servers:
-            server.should_exit = True
+    hub = Hub(folders, prefill=_prefill_worker(listen))
 
     def stop() -> None:
-        end()
+        end(servers)
         hub.cancel_all()
 
-    urls = [url_of(port) for port in ports]
+    tls = listen.tls if listen is not None else None
+    urls = [url_of(port, tls is not None) for port in ports]
     own = OwnApi(hub, stop, urls)
     apps = [Activity(Starlette(routes=own.routes(), exception_handlers=EXCEPTION_HANDLERS))]
+    servers = [http_server(apps[0])]
     if listen is not None:
         apps.append(Activity(application(hub, listen, own)))
+        servers.append(http_server(apps[1], bounded(), tls))
         on_listening(urls)
-    protocols: list[type[H11Protocol]] = [H11Protocol, bounded()]
-    servers = [
-        Server(
-            uvicorn.Config(
-                app,
-                http=protocol,
-                ws="none",
-                log_level="warning",
-                lifespan="off",
-                timeout_graceful_shutdown=5,
-                limit_concurrency=MAX_CONNECTIONS,
-                server_header=False,
-            )
-        )
-        for app, protocol in zip(apps, protocols, strict=False)
-    ]
-    watch = asyncio.create_task(_watch(hub, apps, end, idle_s))
+    watch = asyncio.create_task(_watch(hub, apps, partial(end, servers), idle_s))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
@@ -160,6 +138,15 @@ async def _serve(
         with suppress(asyncio.CancelledError):
             await watch
         await loop.run_in_executor(None, hub.close)
+
+
+def _prefill_worker(listen: Listen | None) -> PrefillWorker | None:
+    if listen is None or listen.prefill_url is None:
+        return None
+    from chatkv.apart.transports import transport_to
+    from chatkv.restore.prefill_worker import PrefillWorker
+
+    return PrefillWorker(transport_to(listen.prefill_url, listen.prefill_token))
 
 
 async def _watch(

@@ -74,7 +74,7 @@ def _prefill(
     except Cancelled:
         return Ready(sequence.num_cached, reused=sequence.num_cached)
     prefilled = partial(on_progress, "prefill")
-    prefilled(restored.reused + restored.num_loaded, len(ids))
+    prefilled(restored.num_ready, len(ids))
     try:
         conversation.model.engine.prefill(sequence, prefilled, cancelled, restored.arriving)
     except (Cancelled, Preempted):  # others need the memory
@@ -84,7 +84,8 @@ def _prefill(
             restored.arriving.close()
     cached, reused, loaded = sequence.num_cached, restored.reused, restored.num_loaded
     ms = (time.perf_counter() - began) * 1e3
-    return Ready(cached, reused, loaded, max(0, cached - reused - loaded), ms)
+    computed = max(0, cached - restored.num_ready)
+    return Ready(cached, reused, loaded, computed, ms, restored.num_fetched)
 
 
 def _settled(conversation: Conversation, draft: str, system: str | None) -> list[int]:

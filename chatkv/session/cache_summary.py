@@ -23,6 +23,7 @@ def summary(turns: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             "tokens_reused",
             "tokens_loaded",
             "tokens_computed",
+            "tokens_remote",
             "tokens_generated",
             "bytes_loaded",
             "saved_ms",
@@ -40,7 +41,7 @@ def summary(turns: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         if reused or loaded or again_ms is not None:
             sums["lookups"] += 1
             sums["from_disk" if loaded else "from_pool" if reused else "not_found"] += 1
-        for name in ("reused", "loaded", "computed", "generated"):
+        for name in ("reused", "loaded", "computed", "remote", "generated"):
             sums[f"tokens_{name}"] += tokens.get(name, 0)
         sums["bytes_loaded"] += turn.get("loaded_bytes", 0)
         if loaded and again_ms is not None:

@@ -348,6 +348,7 @@ class Conversation:
             notices=notices,
             last_logits=record.last_logits,
             speculation=record.speculation,
+            remote=record.remote,
         )
 
 

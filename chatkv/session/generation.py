@@ -104,8 +104,7 @@ class Generation:
         )
         self.record.restore_done(restored)
         # What prefill need not compute, before it begins.
-        kept = restored.reused + restored.num_loaded
-        self.listener.on_progress("prefill", kept, len(planned.ids))
+        self.listener.on_progress("prefill", restored.num_ready, len(planned.ids))
 
     def _prefill(self) -> Tensor:
         """Compute what has no KV yet, saving block by block; the logits after the last token."""

@@ -54,7 +54,7 @@ class TurnRecord:
         say what it brought only after prefill on it is done."""
         if self.restored is None:
             return 0
-        return max(0, self._num_cached - self.restored.reused - self.restored.num_loaded)
+        return max(0, self._num_cached - self.restored.num_ready)
 
     @property
     def plan(self) -> Plan:
@@ -78,13 +78,21 @@ class TurnRecord:
     def tokens(self, num_generated: int) -> TokenCounts:
         reused = self.restored.reused if self.restored else 0
         loaded = self.restored.num_loaded if self.restored else 0
+        remote = self.restored.num_fetched if self.restored else 0
         return TokenCounts(
-            prompt=reused + loaded + self.num_computed,
+            prompt=reused + loaded + remote + self.num_computed,
             reused=reused,
             loaded=loaded,
             computed=self.num_computed,
             generated=num_generated,
+            remote=remote,
         )
+
+    @property
+    def remote(self) -> dict[str, Any] | None:
+        """What was fetched from a prefill worker, None where nothing was asked for."""
+        fetched = self.restored.fetched if self.restored else None
+        return fetched.to_json() if fetched is not None else None
 
     def timing(self) -> Timing:
         times = self._token_times
@@ -105,6 +113,7 @@ class TurnRecord:
             self.plan_actual_ms,
             self.timing(),
             self.speculation,
+            self.remote,
         )
         notices = self.restored.all_notices if self.restored else ()
         num_bytes = self.restored.num_bytes if self.restored else 0

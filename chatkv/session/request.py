@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 # How KV is stored, smallest loss first; what each costs, `chatkv codec measure` tells.
 KVCodec = Literal["lossless", "packed", "raw", "int8", "fp8", "int4"]
 WantedDtype = Literal["auto", "bfloat16", "float16", "float32"]
+# What a server does: answer as a whole, or compute prompts for others, or have them computed.
+Role = Literal["both", "prefill", "decode"]
 WantedWeights = Literal["auto", "full", "own", "int8", "fp8", "int4"]
 
 

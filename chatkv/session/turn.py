@@ -53,14 +53,15 @@ class Listener:
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """prompt = reused + loaded + computed: where the KV of everything before the reply came from
-    (the pool, the disk, prefill); generated: the sampled tokens kept."""
+    """prompt = reused + loaded + computed + remote: where the KV of everything before the reply
+    came from (the pool, the disk, prefill, a prefill worker); generated: sampled and kept."""
 
     prompt: int
     reused: int
     loaded: int
     computed: int
     generated: int
+    remote: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ def measures_to_json(
     plan_actual_ms: float,
     timing: Timing,
     speculation: SpeculationCounts,
+    remote: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The measured part of a turn's JSON, which is also kept with the turn."""
     return {
@@ -95,6 +97,7 @@ def measures_to_json(
             for name, value in asdict(timing).items()
         },
         "speculation": asdict(speculation),
+        "remote": remote,
     }
 
 
@@ -112,11 +115,12 @@ class TurnResult:
     notices: tuple[str, ...]  # lines for the user: misses, rewritten history, a full disk
     last_logits: Tensor | None  # [vocab_size] float32, what the last token was drawn from
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+    remote: dict[str, Any] | None = None  # what a prefill worker did (`Fetched.to_json`)
 
     def to_json(self) -> dict[str, Any]:
         """The object that `ask --json` prints."""
         measures = measures_to_json(
-            self.tokens, self.plan, self.plan_actual_ms, self.timing, self.speculation
+            self.tokens, self.plan, self.plan_actual_ms, self.timing, self.speculation, self.remote
         )
         return {
             "session": self.session,
@@ -145,4 +149,5 @@ class TurnResult:
             notices=tuple(fields["notices"]),
             last_logits=None,
             speculation=SpeculationCounts(**fields["speculation"]),
+            remote=fields.get("remote"),
         )

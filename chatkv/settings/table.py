@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from chatkv.engine.options import SamplingOptions, Speculate
-from chatkv.session.request import KVCodec, WantedDtype, WantedWeights
+from chatkv.session.request import KVCodec, Role, WantedDtype, WantedWeights
 from chatkv.settings.kinds import (
     Choice,
     Duration,
@@ -165,7 +165,7 @@ _ALL = (
     ),
     Setting(
         "restore",
-        Choice(("auto", "reload", "re-prefill", "both")),
+        Choice(("auto", "reload", "re-prefill", "both", "remote")),
         "auto",
         "CHATKV_RESTORE",
         "--restore",
@@ -333,6 +333,46 @@ _ALL = (
         "Offer this model; may be repeated.",
         ("serve",),
         unset="the one of `model`",
+    ),
+    Setting(
+        "serve.role",
+        Choice(get_args(Role)),
+        "both",
+        "CHATKV_ROLE",
+        "--role",
+        "Do both; or only prefill, for others; or decode, and have long prompts computed by a "
+        "prefill worker.",
+        ("serve",),
+    ),
+    Setting(
+        "serve.prefill-url",
+        Text("an address, http://HOST:PORT or https://HOST:PORT"),
+        None,
+        "CHATKV_PREFILL_URL",
+        "--prefill-url",
+        "Where the prefill worker of --role decode is.",
+        ("serve",),
+        unset="none",
+    ),
+    Setting(
+        "serve.tls-cert",
+        Text("a file with its whole path"),
+        None,
+        "CHATKV_TLS_CERT",
+        "--tls-cert",
+        "Serve over TLS: the certificate, in PEM form.",
+        ("serve",),
+        unset="without TLS",
+    ),
+    Setting(
+        "serve.tls-key",
+        Text("a file with its whole path"),
+        None,
+        "CHATKV_TLS_KEY",
+        "--tls-key",
+        "The key of --tls-cert.",
+        ("serve",),
+        unset="none",
     ),
     Setting(
         "serve.allowed-hosts",

@@ -10,7 +10,7 @@ from chatkv.tui.progress import bar
 from chatkv.words import count
 
 # Where most of a turn's tokens were, by the names of its stats -> the tier's.
-TIERS = {"reused": "memory", "loaded": "disk", "computed": "computed"}
+TIERS = {"reused": "memory", "loaded": "disk", "computed": "computed", "remote": "prefill worker"}
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,12 @@ def _guessed(speculation: dict[str, Any]) -> str:
     return f"{100 * speculation['accepted'] // drafted}% of guesses right" if drafted else ""
 
 
-_CAME = (("reused", "reused"), ("loaded", "loaded"), ("computed", "computed"))
+_CAME = (
+    ("reused", "reused"),
+    ("loaded", "loaded"),
+    ("remote", "from the prefill worker"),
+    ("computed", "computed"),
+)
 
 
 def restored(ready: Ready, num_tokens: int) -> str:
@@ -75,6 +80,7 @@ def restored(ready: Ready, num_tokens: int) -> str:
         for number, where in (
             (ready.reused, "still in memory"),
             (ready.loaded, "from disk"),
+            (ready.remote, "from the prefill worker"),
             (ready.computed, "computed again"),
         )
         if number

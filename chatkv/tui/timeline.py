@@ -37,8 +37,12 @@ def phases(stats: dict[str, Any]) -> list[Phase]:
     if tokens["loaded"]:
         loaded, rate = size(num_bytes), _per_second(num_bytes, restore_ms, size)
         add("disk", restore_ms, plural(tokens["loaded"], "token"), loaded * bool(num_bytes), rate)
-    elif restore_ms >= 0.5:
+    elif restore_ms >= 0.5 and not tokens.get("remote"):
         add("disk", restore_ms, "looked up, nothing loaded")
+    if remote := stats.get("remote"):
+        rate = _per_second(remote["bytes"], remote["ms"], size)
+        came = (plural(remote["tokens"], "token"), size(remote["bytes"]), rate)
+        add("prefill worker", remote["ms"], *came)
     if tokens["computed"]:
         rate = _per_second(tokens["computed"], prefill_ms, lambda n: f"{count(n)} tokens")
         add("prefill", prefill_ms, plural(tokens["computed"], "token"), rate)

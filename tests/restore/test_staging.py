@@ -226,3 +226,25 @@ def test_a_ring_is_allocated_once_and_as_far_as_memory_is_granted(
     none = Ring(8, 4096, is_pinned=True)
     with none.slab() as slab:
         assert slab.numel() == 4096 and none._free.qsize() == 0
+
+
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_values_of_another_pool_are_put_in_their_place(
+    is_in_place: bool, sides: tuple[Side, Side]
+) -> None:
+    """As a prefill worker's KV comes: value by value, the first block from its second half on."""
+    source, target = sides if is_in_place else reversed(sides)
+    computed = source.compute(IDS)
+    expected = source.kv(computed, 299)
+    sequence = target.compute(IDS[:32])
+    mine = target.kv(sequence, 32)
+    sequence.become(IDS, 32)
+    target.engine.reserve(sequence)
+    for start in range(0, 299, 64):
+        stop, first = min(start + 64, 299), max(start, 32)
+        taken = source.restorer.reach.look(computed.run, start, stop)
+        for group in range(LAYOUT.num_values):
+            bits = taken.value(group)[:, :, :, first - start :]
+            target.restorer.reach.put(sequence.run, group, first, bits)
+    assert np.array_equal(target.kv(sequence, 299)[32:], expected[32:])
+    assert np.array_equal(target.kv(sequence, 32), mine)

@@ -23,9 +23,10 @@ def served(
     *models: str,
     access: Access = Access(),  # noqa: B008
     port: int = 0,
+    prefill_url: str | None = None,
 ) -> Iterator[str]:
     """The address of a server in the home that is in force."""
-    listen = Listen(port=port, access=access, models=models)
+    listen = Listen(port=port, access=access, models=models, prefill_url=prefill_url)
     process = CONTEXT.Process(target=_serve, args=(dict(os.environ), listen), daemon=True)
     process.start()
     try:
