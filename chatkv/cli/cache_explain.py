@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from chatkv.cli.options import setting_option
+from chatkv.cli.cache_request import request_options
 from chatkv.cli.output import Output, count, output_options, plural, printable, size
 from chatkv.cli.stores import complete_session, open_blocks, open_conversations, users
 from chatkv.cli.table import Column
@@ -27,15 +27,7 @@ REASONS = {  # what the store counts -> why something may be missing
 
 @click.command()
 @click.argument("session", shell_complete=complete_session, required=False, metavar="[SESSION]")
-@click.option(
-    "--messages",
-    "file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="What a request with these would find: its body as JSON, or a list of messages.",
-)
-@setting_option("model", "-m")
-@setting_option("dtype")
+@request_options
 @output_options
 def explain(
     output: Output, session: str | None, file: Path | None, model: str | None, dtype: str

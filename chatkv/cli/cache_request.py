@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import click
+
+from chatkv.cli.options import setting_option
 from chatkv.cli.output import Output, count, plural, printable
 from chatkv.cli.stores import open_blocks, open_conversations
 from chatkv.cli.table import Column
@@ -14,12 +18,26 @@ if TYPE_CHECKING:
     from chatkv.server.foreseen import Foreseen
     from chatkv.session.messages import Message
 
+Command = TypeVar("Command", bound=Callable[..., Any])
+
 _HITS = {
     "chain": "found by its messages",
     "bytes": "found by the text that the model reads",
     "blocks": "not found; others begin with the same tokens",
     "none": "not found",
 }
+
+
+def request_options(command: Command) -> Command:
+    """The options that name a request and the model that it asks: file, model, dtype."""
+    file = click.option(
+        "--messages",
+        "file",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Of a request instead: its body as JSON, or a list of messages.",
+    )
+    return file(setting_option("model", "-m")(setting_option("dtype")(command)))
 
 
 def explain_request(output: Output, file: Path, model: str | None, dtype: Any) -> None:

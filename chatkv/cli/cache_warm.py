@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from chatkv.cli.options import setting_option
+from chatkv.cli.cache_request import request_options
 from chatkv.cli.output import Output, count, output_options, plural, printable, size
 from chatkv.cli.stores import (
     NOTHING_STORED,
@@ -31,15 +31,7 @@ THREADS = 4  # so that a disk has several reads to do at once
 
 @click.command()
 @click.argument("sessions", shell_complete=complete_session, nargs=-1, metavar="[SESSION]...")
-@click.option(
-    "--messages",
-    "file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Compute and store what these begin with: a request's body as JSON, or its messages.",
-)
-@setting_option("model", "-m")
-@setting_option("dtype")
+@request_options
 @output_options
 def warm(
     output: Output, sessions: tuple[str, ...], file: Path | None, model: str | None, dtype: Any
