@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from chatkv.cli import sessions_transfer
 from chatkv.cli.output import (
     Output,
-    Row,
     ago,
     count,
     output_options,
@@ -60,7 +59,7 @@ def ls(output: Output, limit: int, quiet: bool) -> None:
     """List conversations, those used last first."""
     with open_conversations() as store:
         short = store.short_ids()
-        rows = [_row(session) for session in store.list_sessions(limit or None)]
+        rows = [session.to_json() for session in store.list_sessions(limit or None)]
     if quiet:
         for row in rows:
             click.echo(row["session"])
@@ -162,7 +161,7 @@ def rename(output: Output, session: str, title: str) -> None:
     if output.is_human:
         output.note(f'{renamed.id} is now "{printable(renamed.title)}"')
     else:
-        output.record(_row(renamed))
+        output.record(renamed.to_json())
 
 
 @sessions.command()
@@ -249,22 +248,7 @@ def fork(output: Output, session: str, at: int | None, title: str | None) -> Non
         click.echo(made.id)
         output.note(f'"{printable(made.title)}" shares {plural(made.num_turns, "turn")}')
     else:
-        output.record(_row(made))
-
-
-def _row(session: Session) -> Row:
-    """What programs get of a session."""
-    row: dict[str, Any] = {
-        "session": session.id,
-        "title": session.title,
-        "turns": session.num_turns,
-        "tokens": session.num_tokens,
-        "model": session.model,
-        "created_at": session.created_at,
-        "updated_at": session.updated_at,
-        "pinned": session.pinned,
-    }
-    return row
+        output.record(made.to_json())
 
 
 def _show_turn(output: Output, turn: Turn) -> None:

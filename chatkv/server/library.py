@@ -52,9 +52,9 @@ class Library:
             if words.strip():
                 hits = self._store.search(words, None)
                 found = [hit for hit in hits if is_visible(request, hit.session)]
-                return [_row(hit.session) | _about(hit) for hit in found[:limit]]
+                return [hit.session.to_json() | _about(hit) for hit in found[:limit]]
             sessions = self._store.list_sessions()
-            return [_row(one) for one in sessions if is_visible(request, one)][:limit]
+            return [one.to_json() for one in sessions if is_visible(request, one)][:limit]
 
         return JSONResponse({"sessions": await run_in_threadpool(look)})
 
@@ -71,7 +71,7 @@ class Library:
                 turns = self._store.tree(session.id)
             models = self._hub.status()["models"]
             limits = {model["model"]: model["context"] for model in models}
-            return _row(session) | {
+            return session.to_json() | {
                 "head": session.head,
                 "max_tokens": limits.get(session.model),
                 "tree": [_turn(turn) for turn in turns],
@@ -87,7 +87,7 @@ class Library:
 
         def change() -> dict[str, Any]:
             session = find(self._hub, request, request.path_params["id"])
-            return _row(self._store.rename(session.id, title))
+            return self._store.rename(session.id, title).to_json()
 
         return JSONResponse(await run_in_threadpool(change))
 
@@ -97,7 +97,7 @@ class Library:
 
         def change() -> dict[str, Any]:
             session = find(self._hub, request, request.path_params["id"])
-            return _row(self._store.fork(session.id, at_turn))
+            return self._store.fork(session.id, at_turn).to_json()
 
         return JSONResponse(await run_in_threadpool(change))
 
@@ -145,34 +145,10 @@ def _limit(request: Request) -> int:
     return int(given)
 
 
-def _row(session: Session) -> dict[str, Any]:
-    """The names that `chatkv sessions ls --format json` has."""
-    return {
-        "session": session.id,
-        "title": session.title,
-        "turns": session.num_turns,
-        "tokens": session.num_tokens,
-        "model": session.model,
-        "created_at": session.created_at,
-        "updated_at": session.updated_at,
-        "pinned": session.pinned,
-    }
-
-
 def _about(hit: SearchHit) -> dict[str, Any]:
     return {"turn": hit.turn_index, "hits": hit.num_hits, "snippet": hit.snippet}
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
-    return {
-        "id": turn.id,
-        "parent": turn.parent_id,
-        "turn": turn.index,
-        "system": turn.system_text,
-        "user": turn.user_text,
-        "reply": turn.reply_text,
-        "state": turn.state,
-        "finish_reason": turn.finish_reason,
-        "stats": turn.stats,
-        "created_at": turn.created_at,
-    }
+    about = {"id": turn.id, "parent": turn.parent_id, "created_at": turn.created_at}
+    return about | turn.to_json()

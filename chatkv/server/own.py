@@ -215,18 +215,7 @@ def describe(held: Held) -> dict[str, Any]:
         "num_tokens": len(conversation.log),
         "max_tokens": runtime.engine.max_tokens,
         "notices": list(runtime.notices),
-        "turns": [
-            {
-                "turn": turn.index,
-                "system": turn.system_text,
-                "user": turn.user_text,
-                "reply": turn.reply_text,
-                "state": turn.state,
-                "finish_reason": turn.finish_reason,
-                "stats": turn.stats,
-            }
-            for turn in conversation.turns
-        ],
+        "turns": [turn.to_json() for turn in conversation.turns],
     }
 
 

@@ -38,6 +38,19 @@ class Session:
     num_turns: int
     num_tokens: int  # length of the token log up to and including the head
 
+    def to_json(self) -> dict[str, Any]:
+        """What programs get of it, wherever sessions are listed."""
+        return {
+            "session": self.id,
+            "title": self.title,
+            "turns": self.num_turns,
+            "tokens": self.num_tokens,
+            "model": self.model,
+            "created_at": self.created_at,
+            "updated_at": self.updated_at,
+            "pinned": self.pinned,
+        }
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -65,6 +78,18 @@ class Turn:
     def num_tokens(self) -> int:
         """Tokens of this turn alone."""
         return len(self.prompt_ids) + len(self.reply_ids)
+
+    def to_json(self) -> dict[str, Any]:
+        """What a face shows of it."""
+        return {
+            "turn": self.index,
+            "system": self.system_text,
+            "user": self.user_text,
+            "reply": self.reply_text,
+            "state": self.state,
+            "finish_reason": self.finish_reason,
+            "stats": self.stats,
+        }
 
 
 @dataclass(frozen=True)
