@@ -171,7 +171,7 @@ def test_it_is_held_against_what_two_processes_did(tmp_path: Path) -> None:
         figure("KV per token", 50_000),
         figure("KV moved per prompt", 50),  # MB: of 1000 tokens
         figure("prefill on one core", 500),
-        figure("KV out of one pool into another, verified", 1),
+        figure("... verified and in another pool", 1),
         figure(f"TPOT p50 while prompts are read, {wired}", 40, 45),
         figure(f"TTFT of a prompt, {wired}", 2060, 4000),
     ]
