@@ -71,7 +71,7 @@ def _weight4(codes: Bytes, scales: Floats, least: Floats, group: int) -> Weight4
     def of_groups(numbers: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(numbers.T.astype(np.float16))
 
-    packed = pack_int4(torch.from_numpy(codes.astype(np.int32)))
+    packed = pack_int4(torch.from_numpy(codes))
     return Weight4(packed, of_groups(scales), of_groups(zeros), codes.shape[1], group)
 
 

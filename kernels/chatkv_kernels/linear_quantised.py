@@ -119,10 +119,10 @@ def quantise_weight_int4(weight: Tensor, group_size: int = 128, symmetric: bool 
 
 def pack_int4(codes: Tensor) -> Tensor:
     """Codes 0..15, [out, in], as those of a Weight4."""
-    padded = F.pad(codes.to(torch.int32), (0, -codes.shape[1] % RUN))
-    quarters = padded.view(codes.shape[0], -1, RUN // RUN_WORDS, RUN_WORDS)
-    places = torch.arange(0, 16, 4, device=codes.device)[:, None]
-    return (quarters << places).sum(2).to(torch.int16).transpose(0, 1).contiguous()
+    padded = F.pad(codes.to(torch.uint8), (0, -codes.shape[1] % RUN))
+    low, high = padded.view(codes.shape[0], -1, 2, 2, RUN_WORDS).unbind(3)
+    halves = low | high << 4  # [out, runs, bytes of a word, words]
+    return halves.permute(1, 0, 3, 2).contiguous().view(torch.int16).squeeze(-1)
 
 
 def dequantise_weight_8(weight: Weight8, dtype: torch.dtype) -> Tensor:

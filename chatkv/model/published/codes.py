@@ -23,7 +23,7 @@ from chatkv_kernels.linear_quantised import (
 class Codes:
     """weight [out, in] = scale * (code - zero), with scale and zero of the input's group.
 
-    codes: makes [out, in], integers below 2^bits in int32 or numbers of float8; scales: [groups,
+    codes: makes [out, in], integers below 2^bits in uint8 or numbers of float8; scales: [groups,
     out], of any float dtype; zeros: [groups, out] integers; group_of: [in], which group an input
     is in, None where each has group_size neighbours.
     """
@@ -66,7 +66,7 @@ class Codes:
             scales = self._in_groups(self.scales, layout.group_size)
             weight = Weight4(pack_int4(codes), scales, zeros, self.shape[1], layout.group_size)
         else:
-            codes = codes if self.bits is None else (codes - 128).to(torch.int8)
+            codes = codes if self.bits is None else (codes ^ 128).view(torch.int8)
             if layout.group_size:
                 scales = self._in_groups(self.scales, layout.group_size)
             else:

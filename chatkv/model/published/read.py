@@ -70,7 +70,7 @@ def _gptq(tensors: Tensors, shape: Shape, rule: Rule) -> Codes:
     qweight = tensors.take("qweight", (ceil(num_in / per_word), num_out), _WORDS)
     qzeros = tensors.take("qzeros", (groups, ceil(num_out / per_word)), _WORDS)
     scales = tensors.take("scales", (groups, num_out))
-    zeros = along_columns(qzeros, rule.bits)[:, :num_out] + rule.zero_offset
+    zeros = along_columns(qzeros, rule.bits)[:, :num_out].int() + rule.zero_offset
     group_of = None
     if tensors.shape_of("g_idx") is not None:
         group_of = _group_of(tensors, "g_idx", num_in, groups)
@@ -114,7 +114,7 @@ def _plain(tensors: Tensors, shape: Shape, rule: Rule) -> Codes:
             raise tensors.wrong("weight_zero_point", f"has shape {list(stored.shape)}")
         stored = stored.reshape(-1, len(zeros)).T if stored.numel() > 1 else stored
         zeros = zeros + stored.to(torch.int32)
-    return Codes(lambda: weight.to(torch.int32) + 128, shape, 8, scales, zeros, group_size)
+    return Codes(lambda: weight.view(torch.uint8) ^ 128, shape, 8, scales, zeros, group_size)
 
 
 def _packed(tensors: Tensors, shape: Shape, rule: Rule) -> Codes:

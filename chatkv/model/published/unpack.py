@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Which of its eight outputs each place of a word holds, from the lowest bits on
+# In which place of a word, from the lowest bits on, AWQ puts the code of each of eight neighbours
 # (github.com/casper-hansen/AutoAWQ, WQLinear_GEMM).
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def along_rows(words: Tensor, bits: int) -> Tensor:
@@ -16,15 +16,13 @@ def along_rows(words: Tensor, bits: int) -> Tensor:
 
 
 def along_columns(words: Tensor, bits: int) -> Tensor:
-    """[rows, n] int32 -> [rows, n * 32 / bits], int32: a word holds neighbours of one row, the
-    first in its lowest bits."""
-    places = torch.arange(0, 32, bits, dtype=torch.int32)
-    codes = (words[:, :, None] >> places) & (1 << bits) - 1
-    return codes.flatten(1)
+    """[rows, n] int32 -> [rows, n * 32 / bits], uint8: a word holds neighbours of one row, the
+    first in its lowest bits. bits: 4 or 8."""
+    codes = words.contiguous().view(torch.uint8)  # a matrix is large: never wider than that
+    return codes if bits == 8 else torch.stack([codes & 15, codes >> 4], -1).flatten(1)
 
 
 def awq(words: Tensor) -> Tensor:
     """[rows, n] int32 -> [rows, 8 n], as `along_columns`, in AWQ's order within a word."""
-    places = torch.empty(8, dtype=torch.int32)
-    places[list(_AWQ_ORDER)] = torch.arange(0, 32, 4, dtype=torch.int32)
-    return ((words[:, :, None] >> places) & 15).flatten(1)
+    eights = along_columns(words, 4).view(len(words), -1, 8)
+    return eights[:, :, list(_AWQ_PLACES)].flatten(1)
