@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -59,6 +59,8 @@ Progress = Callable[[str, int, int], None]
 POOL_SHARE_OF_MEMORY = 0.25
 # More would hardly be used at once by one person, and memory that was used is not given back.
 POOL_CONVERSATIONS = 8
+# One of each family: those of one share what is stored, and what loading it takes.
+CODECS = ("lossless", "int8", "fp8", "int4")
 
 
 class Runtime:
@@ -125,10 +127,23 @@ class Runtime:
             with suppress(StoreError, OSError):  # no room to measure in: guesses will do
                 self.calibrate(on_progress)
 
-    def calibrate(self, on_progress: Progress | None = None) -> Calibration:
-        """Measure what loading and prefill cost here, in a few seconds."""
+    def calibrate(
+        self, on_progress: Progress | None = None, every_codec: bool = False
+    ) -> Calibration:
+        """Measure what loading and prefill cost here, in a few seconds; loading with codecs too
+        that this runtime does not use, where they are wanted."""
         scratch = self.folders.cache / f"calibration-{os.getpid()}"
-        return self.restorer.calibrate(scratch, on_progress)
+        own = self.namespace_of(self.kv_codec)
+        families = {self.namespace_of(codec): codec for codec in CODECS if every_codec}
+        others = [codec for space, codec in families.items() if space != own]
+        found = self.restorer.calibrate(scratch, on_progress, others)
+        for loads in found.loads[1:]:
+            key = self._cost_key(self.namespace_of(loads.codec))
+            self._costs.save(key, self._cost_label(loads.codec), found.cost_of(loads))
+            for (codec, _), restorer in self._restorers.items():
+                if codec == loads.codec:
+                    restorer.cost = found.cost_of(loads)
+        return found
 
     def close(self) -> None:
         """Write what is queued and close the store."""
@@ -154,17 +169,19 @@ class Runtime:
                 with suppress(StoreError):  # only listings would miss it
                     self._register(store, namespace, kv_codec)
                 disk = DiskTier(store, writer, namespace, kv_codec)
-            device = self.engine.decoder.device.type
-            self._restorers[kv_codec, owner] = Restorer(
+            made = Restorer(
                 self.engine,
                 self.layout,
                 disk,
                 self._costs,
                 self._cost_key(self.namespace_of(kv_codec)),  # costs are the machine's
-                f"{self.prepared.name}, {self.prepared.numbers}, {device}",
+                self._cost_label(kv_codec),
                 owner,
                 self._remote(owner),
             )
+            if not made.is_calibrated and self._restorers:  # prefill is the same with all codecs
+                made.cost = replace(self.restorer.cost, num_observations=0)
+            self._restorers[kv_codec, owner] = made
         return self._restorers[kv_codec, owner]
 
     @property
@@ -297,6 +314,12 @@ class Runtime:
             self.notices.append(f"KV is not kept: {error}")
             return None
         return disk
+
+    def _cost_label(self, kv_codec: str) -> str:
+        """What people are told that rates are of."""
+        device = self.engine.decoder.device.type
+        of_codec = f", {kv_codec}" if kv_codec in CODECS[1:] else ""
+        return f"{self.prepared.name}, {self.prepared.numbers}, {device}{of_codec}"
 
     def _cost_key(self, namespace: bytes) -> str:
         return cost_key(namespace, self.engine.decoder.device.type)

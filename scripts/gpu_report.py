@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bench_report import HEAD, goal, row, where
+
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "gpu.md"
 ABOUT = """# The GPU path
 
@@ -23,12 +25,7 @@ here more than once is launched with other arguments.
 | kernel | target | warps | registers | stack, bytes | shared, bytes |
 |---|---|---|---|---|---|
 """
-MEASURED = """
-## What is measured
-
-| figure | value | baseline | ratio | goal | met |
-|---|---|---|---|---|---|
-"""
+MEASURED = "\n## What is measured\n\n" + HEAD
 
 
 def page(report: dict[str, Any]) -> str:
@@ -37,43 +34,18 @@ def page(report: dict[str, Any]) -> str:
     others = [figure for figure in report["figures"] if figure["unit"] != "registers"]
     measured = [figure for figure in others if figure["value"] is not None]
     missing = [figure for figure in others if figure["value"] is None]
-    parts = [ABOUT, _where(report)]
+    parts = [ABOUT, where(report)]
     if measured:
-        parts += [MEASURED, *map(_measured, measured)]
+        parts += [MEASURED, *map(row, measured)]
     if missing:
         parts += [
             "\n## What is not measured\n\nThe code is there, and runs on a CPU in the tests; "
             "how fast it is on a GPU is not known.\n\n| figure | goal | why |\n|---|---|---|\n",
-            *(f"| {one['name']} | {_goal(one)} | {one['note']} |\n" for one in missing),
+            *(f"| {one['name']} | {goal(one)} | {one['note']} |\n" for one in missing),
         ]
     if kernels:
         parts += [COMPILED, *dict.fromkeys(map(_kernel, kernels))]
     return "".join(parts)
-
-
-def _where(report: dict[str, Any]) -> str:
-    machine, versions = report["machine"], report["versions"]
-    device = machine.get("gpu") or "no GPU"
-    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return (
-        f"\nMachine: {device}; {machine['cpu']}, {machine['cores']} cores. Versions: {packages}.\n"
-    )
-
-
-def _measured(figure: dict[str, Any]) -> str:
-    baseline = "" if figure["baseline"] is None else f"{figure['baseline']:g}"
-    named = f"{baseline} ({figure['baseline_name']})" if baseline else ""
-    ratio = "" if figure["ratio"] is None else f"{figure['ratio']:.2f}"
-    met = {True: "yes", False: "no", None: ""}[figure["meets"]]
-    value = f"{figure['value']:g} {figure['unit']}"
-    return f"| {figure['name']} | {value} | {named} | {ratio} | {_goal(figure)} | {met} |\n"
-
-
-def _goal(figure: dict[str, Any]) -> str:
-    if figure["goal"] is None:
-        return ""
-    times = "x" if figure["goal_of"] == "ratio" else f" {figure['unit']}"
-    return f"{figure['goal_is']} {figure['goal']:g}{times}"
 
 
 def _kernel(figure: dict[str, Any]) -> str:

@@ -15,9 +15,9 @@ from gpu_figures import Found, Sizes, answered
 from gpu_rig import Rig
 
 from chatkv.engine.sequence import TokenSequence
-from chatkv.restore.calibration import _forget
 from chatkv_store.environment import DATA_FILE
 from chatkv_store.loader import default_threads, load_blocks
+from chatkv_store.page_cache import forget
 
 
 def from_host(rig: Rig, sizes: Sizes, pinned_rate: float) -> Found:
@@ -71,13 +71,13 @@ def from_disk(rig: Rig, sizes: Sizes, codec: str) -> Found:
             num_bytes / alone_s / 1e9,
         )
         file = store.path / DATA_FILE
-        if _forget(file):
+        if forget(file):
             began = time.perf_counter()
             load()
             cold_s = time.perf_counter() - began
-            _forget(file)
+            forget(file)
             payload_bytes = load_blocks(store, blocks, rig.layout, array, 1).bytes_read
-            _forget(file)
+            forget(file)
             disk_rate = _read_rate(str(file))
             best_rate = disk_rate * num_bytes / payload_bytes
             found[f"restore from disk, {codec}, cold"] = num_bytes / cold_s / 1e9, best_rate / 1e9

@@ -2,16 +2,21 @@
 
 The disks that no test machine has are this one's, slowed down by a token bucket inside the reader:
 their rates are fractions and multiples of the rate at which prefill makes the same bytes.
+
+Whatever else a machine does comes in stretches of seconds, and only ever adds. So all plans of all
+cells are timed once before any is timed again, and the shortest times are compared. A disk that is
+slowed down is steady by itself: from there a reload is timed once, and one that would take longer
+than RELOAD_S on so many of the history's first tokens as take about that long, then told in
+proportion.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +24,34 @@ from bench_common import say
 
 PROMPT_TOKENS = 16
 WAYS = ("reload", "re-prefill", "both")
+RELOAD_S = 5.0
+LEARNT_FROM = (64, 320)  # tokens that calibration, as it were, loads from each source
 
 
 @dataclass(frozen=True)
 class Source:
-    """A disk; `rate` is bytes a second that it is slowed down to."""
+    """A disk; `share` of prefill's own rate is what it is slowed down to."""
 
     name: str
-    rate: float | None = None
+    share: float | None = None
     is_cold: bool = False
 
 
 @dataclass
 class Cell:
-    """One history length on one source: seconds per plan, and what the planner said."""
+    """One history length on one source: the seconds that each plan took, and what the planner
+    said."""
 
     num_tokens: int
-    source: str
-    seconds: dict[str, float]
-    predicted: dict[str, float]
-    chosen: str
+    source: Source
+    samples: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
+    predicted: dict[str, float] = field(default_factory=dict)
+    chosen: str = ""
+    reload_tokens: int = 0  # on which a reload was timed
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return {way: min(times) for way, times in self.samples.items()}
 
     @property
     def regret(self) -> float:
@@ -46,15 +59,14 @@ class Cell:
         return self.seconds[self.chosen] / min(self.seconds.values()) - 1
 
     @property
+    def error(self) -> float:
+        """How far the prediction of the chosen plan was off, as a share of what it took."""
+        return self.predicted[self.chosen] / self.seconds[self.chosen] - 1
+
+    @property
     def within_4x(self) -> bool:
         ratio = self.seconds["reload"] / self.seconds["re-prefill"]
         return 0.25 <= ratio <= 4
-
-    @property
-    def reached(self) -> float:
-        """Both ends' rate as a share of the two rates added up."""
-        together = 1 / self.seconds["reload"] + 1 / self.seconds["re-prefill"]
-        return 1 / self.seconds["both"] / together
 
 
 class Grid:
@@ -81,13 +93,17 @@ class Grid:
         costs = CostFile(self.path / "costs.json")
         self.restorer = Restorer(self.engine, runtime.layout, disk, costs, "bench")
         self.restorer.cost = replace(runtime.restorer.cost)
+        self.costs: dict[Source, Any] = {}  # of each source, as it was learnt
         say(f"storing {num_tokens} tokens ...")
         sequence = TokenSequence(self.ids[:num_tokens])
+        began = time.perf_counter()
         self.engine.prefill(sequence)
+        self.stored_s = time.perf_counter() - began
         self.restorer.save(sequence, tail=True)
         self.writer.flush()
         self.engine.pool.release(sequence.run)
-        self.bytes_per_token = (self.path / "data.mdb").stat().st_size / num_tokens
+        file_bytes = (self.path / "data.mdb").stat().st_size
+        self._prefill_bytes_per_s = file_bytes / self.stored_s
 
     def close(self) -> None:
         self.writer.close()
@@ -98,73 +114,85 @@ class Grid:
         from chatkv.engine.sequence import TokenSequence
 
         sequence = TokenSequence(self.ids[:num_tokens])
-        self.engine.prefill(sequence)
+        self._once(num_tokens, "reload", sequence)
         times = []
         for _ in range(repeat):
+            sequence.become(self.ids[:num_tokens], num_tokens)
             began = time.perf_counter()
             planned = self._plan(num_tokens, "auto", sequence)
             assert planned.plan.chosen == "none", planned.plan
             self.restorer.restore(sequence, planned)
             self.engine.prefill(sequence)
             times.append(time.perf_counter() - began)
-            sequence.become(self.ids[:num_tokens], num_tokens)
         self.engine.pool.release(sequence.run)
-        return statistics.median(times)
+        return min(times)
 
-    def re_prefill(self, num_tokens: int, repeat: int) -> float:
-        """Seconds to the first logits where everything is computed again."""
-        return self._median(num_tokens, "re-prefill", Source("none"), repeat)
-
-    def cell(self, num_tokens: int, source: Source, re_prefill_s: float, repeat: int) -> Cell:
-        say(f"{num_tokens} tokens: {source.name} ...")
-        self._learn(num_tokens, source)
-        planned = self._plan(num_tokens, "auto")
-        seconds = {
-            "reload": self._median(num_tokens, "reload", source, repeat),
-            "re-prefill": re_prefill_s,
-            "both": self._median(num_tokens, "both", source, repeat),
-        }
-        predicted = {way: ms / 1e3 for way, ms in planned.plan.alternatives_ms.items()}
-        return Cell(num_tokens, source.name, seconds, predicted, planned.plan.chosen)
-
-    def _learn(self, num_tokens: int, source: Source) -> None:
+    def learn(self, source: Source) -> None:
         """Give the cost model this source's rate, by loading from it as calibration does."""
         from chatkv.restore.calibration import Sample, fit_loads
 
+        say(f"{source.name}: rates ...")
         samples = []
-        for count in (256, min(num_tokens, 1024)):
+        for count in LEARNT_FROM:
             self._set(source)
             began, cpu_began = time.perf_counter(), time.process_time()
-            self._once(count, "reload", prefill=False)
+            self._load(count)
             cpu_s = (time.process_time() - cpu_began) / len(os.sched_getaffinity(0))
             samples.append(Sample(count, time.perf_counter() - began, cpu_s))
-        self.restorer.cost = fit_loads(self.restorer.cost, samples)
+        self.costs[source] = fit_loads(self.restorer.cost, samples)
 
-    def _median(self, num_tokens: int, way: str, source: Source, repeat: int) -> float:
-        # After seconds of waiting for a slow disk, a virtual machine computed at half its speed.
-        self._once(min(num_tokens, 512), "re-prefill")
-        times = []
-        for _ in range(repeat):
-            self._set(source)
-            began = time.perf_counter()
-            self._once(num_tokens, way)
-            times.append(time.perf_counter() - began)
-        return statistics.median(times)
+    def plan(self, cell: Cell) -> None:
+        """What the planner says of a cell."""
+        self.restorer.cost = self.costs[cell.source]
+        plan = self._plan(cell.num_tokens, "auto").plan
+        cell.chosen = plan.chosen
+        cell.predicted = {way: ms / 1e3 for way, ms in plan.alternatives_ms.items()}
+        predicted_s = cell.predicted["reload"]
+        share = min(1.0, RELOAD_S / predicted_s) if cell.source.share else 1.0
+        cell.reload_tokens = max(int(share * cell.num_tokens), min(256, cell.num_tokens))
 
-    def _once(self, num_tokens: int, way: str, prefill: bool = True) -> None:
+    def time(self, cell: Cell, way: str) -> None:
+        """Another sample of a cell."""
+        say(f"{cell.num_tokens} tokens, {cell.source.name}: {way} ...")
+        self.restorer.cost = self.costs[cell.source]
+        num_tokens = cell.reload_tokens if way == "reload" else cell.num_tokens
+        self._set(cell.source)
+        began = time.perf_counter()
+        self._once(num_tokens, way)
+        seconds = time.perf_counter() - began
+        cell.samples[way].append(seconds * cell.num_tokens / num_tokens)
+
+    def re_prefill(self, num_tokens: int) -> float:
+        """Seconds to the first logits where everything is computed again."""
+        say(f"{num_tokens} tokens: re-prefill ...")
+        began = time.perf_counter()
+        self._once(num_tokens, "re-prefill")
+        return time.perf_counter() - began
+
+    def _once(self, num_tokens: int, way: str, sequence: Any = None) -> None:
+        """Restore the history that way, to the first logits of the prompt behind it."""
         from chatkv.engine.sequence import TokenSequence
 
-        sequence = TokenSequence()
-        planned = self._plan(num_tokens, way, sequence)
+        into = sequence or TokenSequence()
+        planned = self._plan(num_tokens, way, into)
         assert planned.plan.chosen == way, planned.plan
-        restored = self.restorer.restore(sequence, planned)
+        restored = self.restorer.restore(into, planned)
         try:
-            if prefill:
-                self.engine.prefill(sequence, arriving=restored.arriving)
+            self.engine.prefill(into, arriving=restored.arriving)
         finally:
             if restored.arriving is not None:
                 restored.arriving.close()
-            self.engine.pool.release(sequence.run)
+            if sequence is None:
+                self.engine.pool.release(into.run)
+
+    def _load(self, num_tokens: int) -> None:
+        """Load the history's first tokens, and compute nothing."""
+        from chatkv.engine.sequence import TokenSequence
+
+        sequence = TokenSequence()
+        self.restorer.bring_back(sequence, self.ids[: num_tokens + 1])
+        assert sequence.num_cached == num_tokens
+        self.engine.pool.release(sequence.run)
 
     def _plan(self, num_tokens: int, way: Any, sequence: Any = None) -> Any:
         from chatkv.engine.sequence import TokenSequence
@@ -173,9 +201,12 @@ class Grid:
         return self.restorer.plan(sequence or TokenSequence(), ids, num_tokens - 1, way)
 
     def _set(self, source: Source) -> None:
-        self.store.bucket = Bucket(source.rate) if source.rate else None
+        from chatkv_store.page_cache import forget
+
+        rate = source.share and source.share * self._prefill_bytes_per_s
+        self.store.bucket = Bucket(rate) if rate else None
         if source.is_cold:
-            _forget(self.path / "data.mdb")
+            forget(self.path / "data.mdb")
 
 
 class Bucket:
@@ -208,19 +239,7 @@ def _throttled_store(path: Path) -> Any:
     return Throttled(path)
 
 
-def _forget(path: Path) -> None:
-    try:
-        os.sync()
-        Path("/proc/sys/vm/drop_caches").write_text("1")
-    except OSError:
-        file = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(file)
-
-
-def sources(throttles: Sequence[float], prefill_bytes_per_s: float) -> list[Source]:
+def sources(throttles: Sequence[float]) -> list[Source]:
     """This machine's disk, warm and cold, and slower ones: shares of prefill's rate."""
-    slowed = [
-        Source(f"disk at {share:g}x prefill", share * prefill_bytes_per_s) for share in throttles
-    ]
+    slowed = [Source(f"disk at {share:g}x prefill", share) for share in throttles]
     return [Source("disk, warm"), Source("disk, cold", is_cold=True), *slowed]

@@ -15,7 +15,7 @@ from chatkv.cli.table import Column
 from chatkv.paths import folders
 
 if TYPE_CHECKING:
-    from chatkv.restore.calibration import Calibration
+    from chatkv.restore.calibration import Calibration, Sample
     from chatkv.restore.cost import CostModel
 
 _TOKENS = 4096  # whose loading and computing is shown
@@ -64,7 +64,7 @@ def _measure(
         Conversations(where.conversations) as conversations,
         Runtime(where, conversations, model, dtype, status.progress) as runtime,
     ):
-        found = runtime.calibrate(status.progress)
+        found = runtime.calibrate(status.progress, every_codec=True)
         return f"{runtime.prepared.name}, {runtime.prepared.dtype}", found
 
 
@@ -107,18 +107,22 @@ def _measured(found: Calibration) -> list[dict[str, Any]]:
         | {"fitted_s": cost.prefill_s(0, s.num_tokens)}
         for s in found.prefill
     ]
-    rows += [
-        {"what": "load, warm", "tokens": s.num_tokens, "seconds": s.seconds}
-        | {"fitted_s": cost.load_s(s.num_tokens)}
-        for s in found.warm
-    ]
-    if found.cold is not None:
-        cold = found.cold
-        rows.append(
-            {"what": "load, cold", "tokens": cold.num_tokens, "seconds": cold.seconds}
-            | {"fitted_s": None}
-        )
+    for number, loads in enumerate(found.loads):
+        codec, cost = loads.codec, found.cost_of(loads) if number else found.cost
+        rows += [_load(f"load, {codec}", s, cost.load_s(s.num_tokens)) for s in loads.warm]
+        if loads.cold is not None:
+            rows.append(_load(f"load, {codec}, cold", loads.cold, None))
     return rows
+
+
+def _load(what: str, sample: Sample, fitted_s: float | None) -> dict[str, Any]:
+    return {
+        "what": what,
+        "tokens": sample.num_tokens,
+        "seconds": sample.seconds,
+        "fitted_s": fitted_s,
+        "bytes_per_token": round(sample.num_bytes / sample.num_tokens),
+    }
 
 
 def _columns() -> list[Column]:
@@ -127,12 +131,17 @@ def _columns() -> list[Column]:
         Column("TOKENS", lambda row: f"{row['tokens']:,}", is_number=True),
         Column("TOOK", lambda row: f"{1e3 * row['seconds']:.1f} ms", is_number=True),
         Column("MODEL SAYS", lambda row: _ms(row["fitted_s"]), is_number=True),
+        Column("BYTES/TOKEN", lambda row: _bytes(row.get("bytes_per_token")), is_number=True),
         Column("RATE", lambda row: f"{row['tokens'] / row['seconds']:,.0f}/s", is_number=True),
     ]
 
 
 def _ms(seconds: float | None) -> str:
     return "" if seconds is None else f"{1e3 * seconds:.1f} ms"
+
+
+def _bytes(num_bytes: int | None) -> str:
+    return "" if num_bytes is None else f"{num_bytes:,}"
 
 
 def _rate(seconds: float) -> str:

@@ -87,6 +87,8 @@ def explain(stats: dict[str, Any], num_new: int) -> list[str]:
     and_so = f", {count(again)} of them once more" if again > 0 else ""
     before = plural(tokens["prompt"], "token")
     lines = [f"Before the answer stood {before}: {_listed(came)}{and_so}."]
+    if stats.get("recomputed"):
+        lines.append(_recomputed(stats["recomputed"]))
     if stats.get("departure"):
         lines.append(_departed(stats["departure"]))
     lines += _reason(stats["plan"], stats.get("regret_ms"))
@@ -101,6 +103,11 @@ def explain(stats: dict[str, Any], num_new: int) -> list[str]:
     if stats.get("speculation", {}).get("drafted"):
         lines.append(_speculated(stats["speculation"]))
     return lines
+
+
+def _recomputed(ranges: list[list[int]]) -> str:
+    told = [f"{count(first + 1)} to {count(stop)}" for first, stop in ranges]
+    return f"Computed once more were tokens {_listed(told)}."
 
 
 def _speculated(speculation: dict[str, Any]) -> str:

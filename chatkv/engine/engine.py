@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
+from chatkv.engine.arriving import Arriving, LayerMissing
 from chatkv.engine.budget import CHUNK_TOKENS
 from chatkv.engine.draft_costs import DraftCosts
 from chatkv.engine.drafts import Draft
@@ -27,24 +27,6 @@ from chatkv.engine.speculation import Speculation
 from chatkv.errors import ContextFull
 from chatkv.model.decoder import Decoder
 from chatkv.model.mtp import Predictor
-
-
-class LayerMissing(Exception):
-    """KV that was to arrive did not: what attended to it is of no use."""
-
-
-class Arriving(Protocol):
-    """KV that others are putting into a sequence's run while it is prefilled."""
-
-    @property
-    def wait_layer(self) -> Callable[[int], None] | None:
-        """Waits until a layer's KV in front of the last `next_gap` is in the run; raises
-        LayerMissing where some never will be. None: it is there in all layers."""
-
-    def next_gap(self, position: int, total: int, limit: int) -> tuple[int, int]:
-        """The next tokens to compute, [start, stop): start >= position, and all before it have
-        their KV, or will have where there is `wait_layer`; at most `limit` tokens, at least the
-        last of `total`."""
 
 
 class Preempted(Exception):
@@ -124,7 +106,21 @@ class Engine:
             )
         assert sequence.num_cached < total, "prefill needs at least one token to compute"
         self.reserve(sequence, cancelled)
-        since, logits = time.monotonic(), None
+        try:
+            return self._prefill(sequence, on_progress, cancelled, arriving, is_background)
+        finally:
+            if sequence not in self.memory.room:  # nobody will ask for more of it
+                self.scheduler.leave(sequence)
+
+    def _prefill(
+        self,
+        sequence: TokenSequence,
+        on_progress: Callable[[int, int], None] | None,
+        cancelled: Callable[[], bool] | None,
+        arriving: Arriving | None,
+        is_background: bool,
+    ) -> Tensor:
+        total, since, logits = len(sequence.ids), time.monotonic(), None
         while sequence.num_cached < total:
             if cancelled is not None and cancelled():
                 raise Cancelled
@@ -133,16 +129,21 @@ class Engine:
             start = sequence.num_cached
             piece = Piece(sequence, start, total, since, is_background=is_background)
             if arriving is not None:
-                piece.start, piece.stop = arriving.next_gap(start, total, CHUNK_TOKENS)
-                piece.wait_layer = arriving.wait_layer
-                if piece.wait_layer is None:  # else what is in front of it is not there yet
-                    sequence.num_cached = piece.start
+                gap = arriving.next_gap(start, total, CHUNK_TOKENS)
+                piece.wait_layer = gap.wait_layer
+                if gap.behind is not None:
+                    piece.front = Piece(sequence, gap.start, gap.stop)
+                piece.start, piece.stop = gap.behind or gap[:2]
+                if gap.behind is not None or gap.wait_layer is None:
+                    sequence.num_cached = gap.start  # else that is not there yet
             try:
                 logits = self.scheduler.run(piece, cancelled)
             except LayerMissing:
                 continue  # the next gap begins where the KV ends
             if piece.hidden is not None:
                 sequence.trail.extend(piece.stop - len(piece.hidden), piece.hidden)
+            if arriving is not None:
+                arriving.computed(sequence.num_cached)
             if on_progress is not None:
                 on_progress(sequence.num_cached, total)
         assert logits is not None

@@ -55,7 +55,8 @@ class Piece:
     draft: tokens that may follow, computed with it; their KV lies behind that of the sequence, to
     be counted in by whoever accepts them.
     wait_layer(layer) is called before a layer attends to KV that is still arriving: a step of its
-    own, since all of it may have to wait or to fail.
+    own, since all of it may have to wait or to fail. front: a piece of the same sequence that is
+    computed in that step too, in front of what arrives.
     """
 
     sequence: TokenSequence
@@ -65,6 +66,7 @@ class Piece:
     is_decode: bool = False
     is_background: bool = False
     wait_layer: Callable[[int], None] | None = None
+    front: Piece | None = None
     draft: Sequence[int] = ()
     # How the token that follows is drawn, where the runner may draw it, and put it into `token`;
     # and whether there is room for its KV, so that the step behind this one may begin.
@@ -244,30 +246,34 @@ class Scheduler:
     def _choose(self) -> list[Piece]:
         for piece in self._pending:
             if piece.wait_layer is not None:
-                return [piece]
+                return [piece.front, piece] if piece.front is not None else [piece]
         decodes = [piece for piece in self._pending if piece.is_decode]
         prefills = [piece for piece in self._pending if not piece.is_decode]
         tokens = self.budget.prefill_tokens(len(decodes) or len(self._late(self._last_tokens)))
         return decodes + divide(prefills, tokens if decodes else max(tokens, LEAST_TOKENS))
 
     def _step(self, pieces: Sequence[Piece]) -> None:
-        num_decoding = sum(piece.is_decode for piece in pieces)
-        num_prefilled = sum(piece.length for piece in pieces if not piece.is_decode)
         began = time.perf_counter()
         try:
             for piece, logits in zip(pieces, self.forward(pieces), strict=True):
                 piece.logits = logits
                 piece.sequence.num_cached = piece.stop
-            self._step_s = time.perf_counter() - began
-            self.budget.observe(num_decoding, num_prefilled, self._step_s)
-            if not num_prefilled:
-                num_drafted = sum(len(piece.draft) for piece in pieces)
-                self.draft_costs.observe(num_decoding, num_drafted, self._step_s)
+            if pieces[-1].wait_layer is None:  # else it may have waited most of the time
+                self._learn(pieces, time.perf_counter() - began)
         except BaseException as error:  # nobody may wait for a thread that has ended
             for piece in pieces:
                 piece.error = error
         for piece in pieces:
             piece.done.set()
+
+    def _learn(self, pieces: Sequence[Piece], seconds: float) -> None:
+        num_decoding = sum(piece.is_decode for piece in pieces)
+        num_prefilled = sum(piece.length for piece in pieces if not piece.is_decode)
+        self._step_s = seconds
+        self.budget.observe(num_decoding, num_prefilled, seconds)
+        if not num_prefilled:
+            num_drafted = sum(len(piece.draft) for piece in pieces)
+            self.draft_costs.observe(num_decoding, num_drafted, seconds)
 
 
 def divide(prefills: Sequence[Piece], tokens: int) -> list[Piece]:

@@ -10,14 +10,15 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
 
 from chatkv.engine.engine import Engine
+from chatkv.engine.pool import BlockPool, Pool, Run
 from chatkv.engine.sequence import TokenSequence
 from chatkv.restore.cost import CostModel
 from chatkv.restore.saver import DiskTier, Saver
@@ -26,9 +27,11 @@ from chatkv_store.blocks import BlockStore, StoredBlock
 from chatkv_store.environment import DATA_FILE
 from chatkv_store.layout import KVLayout
 from chatkv_store.loader import default_threads, load_blocks
+from chatkv_store.page_cache import forget, let_go
 from chatkv_store.writer import BlockWriter
 
 LENGTHS = (32, 256, 1024, 2048, 4096)
+OTHERS_TOKENS = 512  # of codecs that nothing is stored with yet
 _NAMESPACE = b"calibration".ljust(32, b"\0")
 
 Progress = Callable[[str, int, int], None]
@@ -41,16 +44,29 @@ class Sample:
     num_tokens: int
     seconds: float
     cpu_s: float = 0.0  # of every core
+    num_bytes: int = 0  # read for it
+
+
+@dataclass(frozen=True)
+class Loads:
+    """What loading KV of one codec took."""
+
+    codec: str
+    warm: tuple[Sample, ...]
+    cold: Sample | None  # None where it was not asked for, or the page cache cannot be dropped
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The fitted model and what it was fitted to."""
+    """The fitted model and what it was fitted to. loads: first of the codec that it is for."""
 
     cost: CostModel
     prefill: tuple[Sample, ...]
-    warm: tuple[Sample, ...]
-    cold: Sample | None  # None where the page cache cannot be dropped
+    loads: tuple[Loads, ...]
+
+    def cost_of(self, loads: Loads) -> CostModel:
+        """The model of another codec."""
+        return replace(fit_loads(self.cost, loads.warm), num_observations=1)
 
 
 def calibrate(
@@ -60,8 +76,11 @@ def calibrate(
     scratch: Path,
     on_progress: Progress | None = None,
     budget_s: float = 4.0,
+    codecs: Sequence[str] = ("lossless",),
 ) -> Calibration:
-    """Measure for about budget_s seconds; `scratch` is a folder to write to and delete."""
+    """Measure for about budget_s seconds; `scratch` is a folder to write to and delete. The first
+    of `codecs` is what KV is stored with; of the others shorter loads are measured too, which is
+    about as long again for each as for the first."""
 
     def progress(done: int) -> None:
         if on_progress is not None:
@@ -72,13 +91,18 @@ def calibrate(
     try:
         prefill = _time_prefill(engine, sequence, budget_s, progress)
         progress(7)
-        warm, cold = _time_loads(engine, layout, frequencies, sequence, scratch)
+        loads: list[Loads] = []
+        for codec in codecs:
+            if loads:
+                shorter = sequence.ids[:OTHERS_TOKENS]
+                sequence.become(shorter, len(shorter))
+            loads.append(_time_loads(engine, layout, frequencies, sequence, scratch, codec))
     finally:
         engine.pool.release(sequence.run)
         shutil.rmtree(scratch, ignore_errors=True)
     progress(10)
-    cost = fit_loads(fit_prefill(CostModel(), prefill), warm)
-    return Calibration(replace(cost, num_observations=1), tuple(prefill), tuple(warm), cold)
+    cost = fit_loads(fit_prefill(CostModel(), prefill), loads[0].warm)
+    return Calibration(replace(cost, num_observations=1), tuple(prefill), tuple(loads))
 
 
 def fit_prefill(cost: CostModel, samples: Sequence[Sample]) -> CostModel:
@@ -144,7 +168,7 @@ def _time_prefill(
             engine.prefill(sequence)
             times.append(time.perf_counter() - began)
         spent += sum(times)
-        samples.append(Sample(length, min(times)))
+        samples.append(Sample(length, median(times[1:])))
         progress(1 + done)
         if spent + 6 * min(times) > budget_s:  # the next length takes about that
             break
@@ -157,42 +181,39 @@ def _time_loads(
     frequencies: np.ndarray[tuple[int], np.dtype[np.float32]],
     sequence: TokenSequence,
     scratch: Path,
-) -> tuple[list[Sample], Sample | None]:
+    codec: str,
+) -> Loads:
     """Loads of a quarter and of all of the sequence's blocks, warm; and of all, cold."""
     shutil.rmtree(scratch, ignore_errors=True)
     with BlockStore(scratch) as store:
         with BlockWriter(store) as writer:
-            Saver(engine.pool, layout, DiskTier(store, writer, _NAMESPACE), frequencies).save(
-                sequence, tail=True
-            )
+            disk = DiskTier(store, writer, _NAMESPACE, codec)
+            Saver(engine.pool, layout, disk, frequencies).save(sequence, tail=True)
         blocks = store.match(_NAMESPACE, sequence.ids, layout).blocks
 
         def load(blocks: Sequence[StoredBlock]) -> Sample:
+            _untouch(engine.pool, sequence.run)
             began, cpu_began = time.perf_counter(), time.process_time()
             into = reach(engine.pool, layout).destination(sequence.run)
             done = load_blocks(store, blocks, layout, into, default_threads())
             seconds = time.perf_counter() - began
             cpu_s = (time.process_time() - cpu_began) / len(os.sched_getaffinity(0))
-            return Sample(done.num_tokens_ok, seconds, cpu_s)
+            return Sample(done.num_tokens_ok, seconds, cpu_s, done.bytes_read)
 
         if not blocks:  # the disk refused them: nothing will be loaded either
-            return [], None
-        warm = [
-            min((load(blocks[:count]) for _ in range(3)), key=lambda sample: sample.seconds)
+            return Loads(codec, (), None)
+        warm = tuple(
+            sorted((load(blocks[:count]) for _ in range(3)), key=lambda sample: sample.seconds)[1]
             for count in (max(1, len(blocks) // 4), len(blocks))
-        ]
-        cold = load(blocks) if _forget(scratch / DATA_FILE) else None
-    return warm, cold
+        )
+        cold = load(blocks) if forget(scratch / DATA_FILE) else None
+    return Loads(codec, warm, cold)
 
 
-def _forget(path: Path) -> bool:
-    """Drop a file from the page cache; False where the system has no way to."""
-    with suppress(OSError, AttributeError):
-        file = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(file)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(file)
-        return True
-    return False
+def _untouch(pool: Pool, run: Run) -> None:
+    """Give the memory of a run back, where a process has just been given none of it: after a start
+    KV is loaded into such, and half of the time goes to the system, which hands it out."""
+    if not isinstance(pool, BlockPool) or pool.device.type != "cpu":
+        return
+    for plane in pool.slots(run, 0, run.capacity).flatten(0, 2):  # [tokens, head_dim]
+        let_go(plane.data_ptr(), plane.data_ptr() + plane.nbytes)

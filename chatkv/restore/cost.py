@@ -14,11 +14,17 @@ import json
 import math
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from chatkv.engine.budget import CHUNK_TOKENS as STEP_TOKENS
 from chatkv.paths import write_note
+from chatkv.restore.meeting import layered_s
+from chatkv_store.layout import BLOCK_TOKENS
+
+Range = tuple[int, int]  # tokens [start, stop)
 
 # How far one observation moves a rate, and how far it may at most: a machine that was busy for
 # one turn must not turn the next decision around.
@@ -27,9 +33,10 @@ _LIMIT = 4.0
 _UNTRIED = 0.95
 
 # Loading that leaves the cores idle for less than this is not worth computing beside it.
-OVERLAP_S = 0.02
-# Of the new prompt, so much is computed before the last layers have come.
-_OVERLAP = 0.7
+OVERLAP_S = 0.015
+# Layers are taken to arrive in so many parts, one after the other, and steps to need one after the
+# other; what the computing of one part leaves of a step may be done before all have come.
+LAYER_PARTS = 10
 
 
 @dataclass
@@ -39,8 +46,19 @@ class Measured:
 
     loaded: int = 0  # tokens
     load_s: float = 0.0
-    pieces: list[tuple[int, int]] = field(default_factory=list)  # [start, stop) of each prefill
+    steps: list[Sequence[Range]] = field(default_factory=list)  # what each one computed
     prefill_s: float = 0.0
+
+    @property
+    def computed(self) -> list[Range]:
+        """The tokens of all steps, in their order, neighbours as one."""
+        found: list[Range] = []
+        for start, stop in sorted(part for step in self.steps for part in step):
+            if found and found[-1][1] >= start:
+                found[-1] = found[-1][0], max(found[-1][1], stop)
+            else:
+                found.append((start, stop))
+        return found
 
 
 @dataclass(frozen=True)
@@ -70,44 +88,63 @@ class CostModel:
         linear = self.prefill_s_per_token * (stop - start)
         return self.prefill_fixed_s + linear + self.prefill_s_per_token_pair * pairs
 
+    def step_s(self, ranges: Sequence[Range]) -> float:
+        """Seconds of a step that computes several stretches of one sequence's tokens."""
+        wanted = [one for one in ranges if one[1] > one[0]]
+        together_s = (len(wanted) - 1) * self.prefill_fixed_s if wanted else 0.0
+        return sum(self.prefill_s(*one) for one in wanted) - together_s
+
     def reload_s(self, num_tokens: int, stop: int, start: int) -> float:
         """Seconds until tokens up to `stop` are in the pool, where num_tokens of them are loaded
         and those from `start` on are computed; that begins with the layers that have come first."""
         computing_s = self.prefill_s(start, stop)
         beside_s = max(0.0, self.idle_s(num_tokens) - OVERLAP_S)
-        return self.load_s(num_tokens) + computing_s - min(beside_s, _OVERLAP * computing_s)
+        return (
+            self.load_s(num_tokens)
+            + computing_s
+            - min(beside_s, (1 - 1 / LAYER_PARTS) * computing_s)
+        )
 
     def idle_s(self, num_tokens: int) -> float:
         """For how long loading num_tokens tokens leaves the cores to others."""
-        return num_tokens * max(0.0, self.load_s_per_token - self.load_cpu_s_per_token)
+        return max(0.0, self.load_s(num_tokens) - num_tokens * self.load_cpu_s_per_token)
 
     def both_s(self, start: int, loadable_from: int, loaded_to: int, stop: int) -> float:
         """Seconds until tokens [start, stop) are in the pool when prefill computes from the first
-        and [loadable_from, loaded_to) is loaded from the last, each as far as suits best, while
-        prefill goes on with what follows.
+        and [loadable_from, loaded_to) is loaded from the last, each as far as suits best.
 
-        The loader takes load_cpu_s_per_token of the cores' time away from prefill. Both take
-        blocks of 64 tokens, so on average a quarter of one by each is in the way where they meet.
+        Either steps of prefill take the front, and one more what follows, as its layers come; or,
+        of what is short, one step takes all of it (`both_ends`). The loader takes
+        load_cpu_s_per_token of the cores' time away from prefill.
         """
-        meeting_s = 16 * (self.load_s_per_token + self.prefill_s_per_token)
-        rest_s = self.prefill_s(loaded_to, stop)
+        # Both take blocks, so on average a quarter of one by each is in the way where they meet.
+        meeting_s = BLOCK_TOKENS / 4 * (self.load_s_per_token + self.prefill_s_per_token)
+        rest = loaded_to, stop
 
-        def at(meeting: int) -> float:
+        def apart(meeting: int) -> float:
             loaded = loaded_to - meeting
             front_s = self.prefill_s(start, meeting) + loaded * self.load_cpu_s_per_token
-            loading_s = self.reload_s(loaded, stop, loaded_to)
-            at_ends = meeting in (loadable_from, loaded_to)
-            return max(loading_s, front_s + rest_s) + (0.0 if at_ends else meeting_s)
+            rest_s = self.prefill_s(*rest)
+            seconds = max(front_s + rest_s, self.load_s(loaded) + rest_s / LAYER_PARTS)
+            return seconds + (0.0 if meeting in (loadable_from, loaded_to) else meeting_s)
+
+        def together(meeting: int) -> float:
+            loaded = loaded_to - meeting
+            step_s = self.step_s([(start, meeting), rest]) + loaded * self.load_cpu_s_per_token
+            return layered_s(step_s, self.load_s(loaded), 0.0, LAYER_PARTS)
 
         # Convex between its ends, where the fixed costs of loading or computing fall away.
         low, high = loadable_from, loaded_to
         while high - low > 2:
             third = (high - low) // 3
-            if at(low + third) <= at(high - third):
+            if apart(low + third) <= apart(high - third):
                 high -= third
             else:
                 low += third
-        return min(map(at, {loadable_from, *range(low, high + 1), loaded_to}))
+        best_s = min(map(apart, {loadable_from, *range(low, high + 1), loaded_to}))
+        first = -(-loadable_from // BLOCK_TOKENS) * BLOCK_TOKENS
+        last = min(loaded_to, start + STEP_TOKENS - (stop - loaded_to))
+        return min([best_s, *map(together, range(first, last + 1, BLOCK_TOKENS))])
 
     def after_load(self, num_tokens: int, seconds: float, cpu_s: float = 0.0) -> CostModel:
         """This model, corrected by one load, which took `cpu_s` of every core."""
@@ -131,9 +168,9 @@ class CostModel:
         model = self
         if ends.loaded:
             model = model.after_load(ends.loaded, ends.load_s)
-        if ends.pieces:
+        if ends.steps:
             beside_s = ends.loaded * self.load_cpu_s_per_token
-            expected_s = sum(self.prefill_s(*piece) for piece in ends.pieces) + beside_s
+            expected_s = sum(self.step_s(step) for step in ends.steps) + beside_s
             model = model._after_prefill(ends.prefill_s, expected_s)
         return model
 

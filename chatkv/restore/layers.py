@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from chatkv.engine.engine import LayerMissing
+from chatkv.engine.arriving import Gap, LayerMissing
 from chatkv_store.layout import KVLayout
 
 OnGroup = Callable[[int, int], None]  # group of layers, tokens from the first on
@@ -56,7 +56,6 @@ class LayerLoad:
         self._changed = threading.Condition()
         self._layers_ready = 0
         self._is_short = False
-        self.wait_layer: Callable[[int], None] | None = None  # of the last gap (see `Arriving`)
         self.waited_s = 0.0  # that prefill spent in front of layers
         self.arrived: Arrived | None = None
         self.error: Exception | None = None
@@ -80,18 +79,22 @@ class LayerLoad:
             return (f"loading stopped, the rest was computed: {self.error}",)
         return self.arrived.notices if self.arrived else ()
 
-    def next_gap(self, position: int, total: int, limit: int) -> tuple[int, int]:
+    def next_gap(self, position: int, total: int, limit: int) -> Gap:
         """While layers are on their way, what follows the expected history; else what follows the
         part of it that is sound (see `Arriving`)."""
         if self._is_short or not self._is_alone():
             self.close()
-        if self._thread.is_alive():
-            self.wait_layer, start = self._wait_layer, self._expected
+        is_coming = self._thread.is_alive()
+        if is_coming:
+            start = self._expected
         else:
-            self.wait_layer = None
             start = self.arrived.num_cached if self.arrived else self._start
         start = max(start, position)
-        return start, min(total, start + limit)
+        wait_layer = self._wait_layer if is_coming else None
+        return Gap(start, min(total, start + limit), wait_layer=wait_layer)
+
+    def computed(self, position: int) -> None:
+        """See `Arriving`."""
 
     def close(self) -> None:
         """Wait for the end of the load; nothing is written into the pool afterwards."""

@@ -7,9 +7,11 @@ missing or damaged at any time: that costs time, is said, and never gives a wron
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 from chatkv.engine.engine import Engine
@@ -18,9 +20,9 @@ from chatkv.engine.scheduler import Cancelled
 from chatkv.engine.sequence import TokenSequence
 from chatkv.errors import PersistenceError
 from chatkv.model.rope import inverse_frequencies
-from chatkv.restore.both_ends import BothEnds
+from chatkv.restore.both_ends import BothEnds, OnLayers
 from chatkv.restore.calibration import Calibration, Progress, calibrate
-from chatkv.restore.cost import OVERLAP_S, CostFile
+from chatkv.restore.cost import OVERLAP_S, CostFile, Range
 from chatkv.restore.fetching import Fetching
 from chatkv.restore.layers import Arrived, LayerLoad
 from chatkv.restore.misses import (
@@ -72,6 +74,7 @@ class Restored:
     arriving: BothEnds | LayerLoad | None = None  # on its way still; close it after the prefill
     fetched: Fetched | None = None  # from a prefill worker
     notices: tuple[str, ...] = ()
+    history: int = 0  # leading tokens that an earlier turn has computed
 
     @property
     def all_notices(self) -> tuple[str, ...]:
@@ -91,6 +94,14 @@ class Restored:
         if self.arrived is not None:
             return self.arrived.num_cached - self.reused
         return self.arriving.num_loaded if self.arriving else 0
+
+    def recomputed(self, num_cached: int) -> list[Range]:
+        """Which tokens of the history were computed again, of the first num_cached ones."""
+        computed = [(self.num_ready, num_cached)]
+        if isinstance(self.arriving, BothEnds):
+            computed = self.arriving.measured.computed
+        stop = min(self.history, num_cached)
+        return [(first, min(last, stop)) for first, last in computed if first < stop]
 
     @property
     def num_fetched(self) -> int:
@@ -192,11 +203,13 @@ class Restorer:
             return self.restore(sequence, again, on_progress, cancelled)
         if self._saver is not None:
             self._saver.begin(sequence, [block for block in planned.stored if block is not None])
-        result = Restored(planned.plan, situation.in_pool, planned.departure)
+        result = Restored(
+            planned.plan, situation.in_pool, planned.departure, history=situation.history
+        )
         if planned.plan.chosen == "reload" and planned.match is not None:
             result = self._reload(sequence, planned.match, result, on_progress, cancelled)
         elif planned.plan.chosen == "both":
-            result = replace(result, arriving=self._load_from_the_end(sequence, planned))
+            result = replace(result, arriving=self._load_from_the_end(sequence, planned, cancelled))
         elif planned.plan.chosen == "remote" and planned.offer is not None:
             result = self._fetch(sequence, planned, planned.offer, result, on_progress, cancelled)
         return replace(result, notices=self._alarm(planned))
@@ -236,9 +249,19 @@ class Restorer:
         """Whether the cost model was ever measured on this machine."""
         return self.cost.num_observations > 0
 
-    def calibrate(self, scratch: Path, on_progress: Progress | None = None) -> Calibration:
-        """Measure the cost model anew, in a few seconds, and remember it."""
-        found = calibrate(self.engine, self.layout, self._frequencies, scratch, on_progress)
+    def calibrate(
+        self,
+        scratch: Path,
+        on_progress: Progress | None = None,
+        other_codecs: Sequence[str] = (),
+    ) -> Calibration:
+        """Measure the cost model anew, in a few seconds, and remember it; and what loading takes
+        with other codecs."""
+        codec = self.disk.codec if self.disk is not None else "lossless"
+        codecs = (codec, *other_codecs)
+        found = calibrate(
+            self.engine, self.layout, self._frequencies, scratch, on_progress, codecs=codecs
+        )
         self.cost = found.cost
         self._costs.save(self._cost_key, self._label, self.cost)
         return found
@@ -401,33 +424,44 @@ class Restorer:
             loaded.misses[0] if loaded.misses else None,
         )
 
-    def _load_from_the_end(self, sequence: TokenSequence, planned: Planned) -> BothEnds:
+    def _load_from_the_end(
+        self, sequence: TokenSequence, planned: Planned, cancelled: Callable[[], bool] | None
+    ) -> BothEnds:
         """Begin to load the stored blocks, the last ones first, beside the prefill that follows."""
         into = self.reach.destination(sequence.run)
 
         def load(
-            blocks: Sequence[StoredBlock], on_layers: Callable[[int], None]
+            blocks: Sequence[StoredBlock], on_layers: OnLayers, stop: Callable[[], bool]
         ) -> tuple[int, int, str | None]:
             assert self.disk is not None and self._saver is not None
-            num_tokens = sum(block.num_tokens for block in blocks)
+            ends = list(accumulate(block.num_tokens for block in blocks))
 
             def on_group(group: int, num_ok: int) -> None:
-                if num_ok == num_tokens:
+                if num_ok == ends[-1]:
                     on_layers(self.layout.value_layers(group).stop)
 
+            def is_over() -> bool:
+                return stop() or (cancelled is not None and cancelled())
+
             store, threads = self.disk.store, default_threads()
-            done = load_blocks(store, blocks, self.layout, into, threads, on_group)
-            sound = done.num_tokens_ok // blocks[0].num_tokens
+            done = load_blocks(store, blocks, self.layout, into, threads, on_group, is_over)
+            sound = bisect_right(ends, done.num_tokens_ok)
             self._saver.loaded(sequence, blocks[:sound])
-            if sound < len(blocks):
+            damage = next(iter(done.misses), None)
+            if damage is not None:
                 self._drop(sequence, blocks[sound])
-            return sound, done.bytes_read, next(iter(done.misses), None)
+            return sound, done.bytes_read, damage
 
         # A block that is partly in the pool already is prefill's.
         first = -(-planned.situation.in_pool // BLOCK_TOKENS)
-        load_block_s = self.cost.load_s_per_token * BLOCK_TOKENS
         return BothEnds(
-            planned.stored, first, load, load_block_s, self.cost.prefill_s, self._is_alone
+            planned.stored,
+            first,
+            load,
+            self.cost.load_s_per_token * BLOCK_TOKENS,
+            self.cost.step_s,
+            self._is_alone,
+            self.layout.num_values,
         )
 
     def _drop(self, sequence: TokenSequence, damaged: StoredBlock) -> None:

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from chatkv.apart.wire import End, Frame, Head, Kind, Request, digest_of
+from chatkv.engine.arriving import Gap
 from chatkv.engine.budget import CHUNK_TOKENS
 from chatkv.engine.engine import Engine, Preempted
 from chatkv.engine.pool import BLOCK_TOKENS, BlockPool
@@ -49,11 +50,13 @@ class Pieces:
     def __init__(self, on_layers: Callable[[int, int], None], is_by_layer: bool) -> None:
         self._on_layers, self._stop = on_layers, 0
         # It is called in front of a layer, when those before it are done.
-        self.wait_layer = (lambda layer: on_layers(layer, self._stop)) if is_by_layer else None
+        self._in_front = (lambda layer: on_layers(layer, self._stop)) if is_by_layer else None
 
-    def next_gap(self, position: int, total: int, limit: int) -> tuple[int, int]:
+    def next_gap(self, position: int, total: int, limit: int) -> Gap:
         self._stop = min(total, position + limit)
-        return position, self._stop
+        return Gap(position, self._stop, wait_layer=self._in_front)
+
+    def computed(self, position: int) -> None: ...
 
 
 class PrefillWork:
@@ -119,7 +122,8 @@ class PrefillWork:
         )
         if restored.arriving is not None:
             restored.arriving.close()
-            sequence.num_cached, _ = restored.arriving.next_gap(sequence.num_cached, len(ids), 1)
+            gap = restored.arriving.next_gap(sequence.num_cached, len(ids), 1)
+            sequence.num_cached = gap.start
         self._sequence, self.num_cached = sequence, sequence.num_cached
         self._say(Kind.HEAD, Head(self.num_cached))
         for stop in range(0, self.num_cached, CHUNK_TOKENS):  # as if it were just computed

@@ -121,8 +121,14 @@ class TurnRecord:
             "regret_ms": self._regret_ms,
             "loaded_bytes": num_bytes,
             "departure": self._departure(decode),
+            "recomputed": self._recomputed,
             "notices": list(notices),
         }
+
+    @property
+    def _recomputed(self) -> list[tuple[int, int]]:
+        """Tokens of the history that had been computed before, [first, behind the last)."""
+        return self.restored.recomputed(self._num_cached) if self.restored is not None else []
 
     @property
     def _regret_ms(self) -> float | None:

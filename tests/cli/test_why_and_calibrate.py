@@ -51,8 +51,21 @@ def test_why_tells_what_the_choice_cost(ask: Program, program: Program) -> None:
     assert kept["regret_ms"] == pytest.approx(told["actual_ms"] - best, abs=0.02)
     words = program("why", session).out
     assert "It was decided to compute everything again" in words
-    assert "expected" in words and "taken; to reload from disk would have taken about" in words
+    assert "expected" in words and "taken; to " in words and "would have taken about" in words
     assert "of them once more" in words
+    again = kept["recomputed"]
+    assert again == [[kept["tokens"]["reused"], again[0][1]]]
+    assert f"Computed once more were tokens 1 to {again[0][1]}." in words
+
+
+def test_why_tells_which_tokens_both_ends_computed(ask: Program, program: Program) -> None:
+    session = json.loads(ask("hello " * 60).out)["session"]
+    told = json.loads(ask("more", "-c", "--restore", "both").out)
+    kept = json.loads(program("why", session, "--json").out)
+    again = sum(stop - start for start, stop in kept["recomputed"])
+    new = told["tokens"]["computed"] - again
+    assert told["tokens"]["prompt"] == told["tokens"]["loaded"] + again + new
+    assert 0 < new < 64
 
 
 @pytest.mark.parametrize(
@@ -139,10 +152,14 @@ def test_calibrate_measures_fits_and_remembers(program: Program, model: str) -> 
     assert "nothing is measured yet" in program("calibrate", "--show").err
     found = json.loads(program("calibrate", "--model", model, "--dtype", "float32", "--json").out)
     kinds = [row["what"] for row in found["measured"]]
-    assert kinds.count("prefill") >= 2 and "load, warm" in kinds
+    assert kinds.count("prefill") >= 2 and "load, lossless" in kinds
+    sizes = {
+        row["what"]: row["bytes_per_token"] for row in found["measured"] if "load" in row["what"]
+    }
+    assert sizes["load, int4"] < sizes["load, int8"] < sizes["load, lossless"]
     assert all(row["seconds"] > 0 for row in found["measured"])
     shown = json.loads(program("calibrate", "--show", "--json").out)
-    assert len(shown) == 1
+    assert {row["model"].rpartition(", ")[2] for row in shown} == {"cpu", "int8", "fp8", "int4"}
     for name in ("load_s_per_token", "prefill_s_per_token", "prefill_fixed_s"):
         assert shown[0][name] == found[name]
     human = program("calibrate", "--show")

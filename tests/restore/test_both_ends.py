@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatkv.client import ChatRequest, OpenChat, open_chat
-from chatkv.engine.engine import LayerMissing
+from chatkv.engine.arriving import LayerMissing
 from chatkv.engine.options import SamplingOptions
 from chatkv.engine.pool import BLOCK_TOKENS
 from chatkv.paths import folders
-from chatkv.restore.both_ends import BothEnds
+from chatkv.restore import both_ends
+from chatkv.restore.both_ends import BothEnds, OnLayers
+from chatkv.restore.cost import Range
 from chatkv.restore.pace import Pace
 from chatkv.session.turn import Listener, TurnOptions
 from chatkv_store.chain import StoredBlock
@@ -48,12 +50,13 @@ class Walk:
             first,
             self.load,
             load_block_s,
-            lambda start, stop: 1e-5 * (stop - start),
+            lambda ranges: 1e-4 + sum(1e-5 * (stop - start) for start, stop in ranges),
             is_alone=lambda: behaviour.random() < 0.8,
+            num_groups=LAYERS,
         )
 
     def load(
-        self, blocks: Sequence[StoredBlock], on_layers: Callable[[int], None]
+        self, blocks: Sequence[StoredBlock], on_layers: OnLayers, stop: Callable[[], bool]
     ) -> tuple[int, int, str | None]:
         sound = (
             len(blocks) if self.behaviour.random() < 0.8 else self.behaviour.randrange(len(blocks))
@@ -63,6 +66,8 @@ class Walk:
         # All layers of the sound ones come; of the others, perhaps some.
         for layer in range(LAYERS if sound == len(blocks) else self.behaviour.randrange(LAYERS)):
             time.sleep(self.behaviour.random() * 0.002 / LAYERS)
+            if stop():
+                return 0, 0, None
             with self.lock:
                 self.layers |= {(block.start, layer) for block in blocks}
             on_layers(layer + 1)
@@ -73,19 +78,28 @@ class Walk:
     def prefill(self, start: int, total: int) -> None:
         position = start
         while position < total:
-            begin, stop = self.both.next_gap(position, total, 128)
-            assert position <= begin < stop <= min(total, begin + 128)
+            gap = self.both.next_gap(position, total, 128)
+            parts = [gap[:2]] if gap.behind is None else [gap[:2], gap.behind]
+            assert position <= gap.start
+            assert sum(stop - start for start, stop in parts) <= 128
+            assert all(start < stop <= total for start, stop in parts)
             try:
-                self.attend(position, begin)
+                self.attend(position, parts, gap.wait_layer)
             except LayerMissing:
+                position = position if gap.behind is None else gap.start
                 continue
             time.sleep(self.behaviour.random() * 0.001)
-            self.note(begin, stop, "computed")
-            position = stop
+            for begin, stop in parts:
+                self.note(begin, stop, "computed")
+            position = parts[-1][1]
+            self.both.computed(position)
 
-    def attend(self, start: int, stop: int) -> None:
-        """Find the KV of the tokens [start, stop) that were skipped, layer by layer."""
-        wait, tokens = self.both.wait_layer, range(start, stop)
+    def attend(
+        self, start: int, parts: Sequence[Range], wait: Callable[[int], None] | None
+    ) -> None:
+        """Find the KV of the tokens from `start` on that the parts leave out, layer by layer."""
+        computed = {token for begin, stop in parts for token in range(begin, stop)}
+        tokens = [token for token in range(start, parts[-1][0]) if token not in computed]
         self.num_waits += wait is not None
         for layer in range(LAYERS):
             if wait is not None:
@@ -128,7 +142,7 @@ def test_every_token_is_brought_once(
     assert walk.both.num_loaded == loaded
     assert all(token in walk.tokens for token in range(in_pool, total))
     measured = walk.both.measured
-    timed = [token for start, stop in measured.pieces for token in range(start, stop)]
+    timed = [token for step in measured.steps for one in step for token in range(*one)]
     assert len(timed) == len(set(timed))
     assert {walk.tokens[token] for token in timed} <= {"computed"}
     assert measured.loaded <= sum(how == "loaded" for how in walk.tokens.values())
@@ -159,6 +173,11 @@ def test_a_pace_is_known_after_one_piece_and_follows_the_next(
     assert pace.factor == 7.0
 
 
+def seconds(ranges: Sequence[Range]) -> float:
+    """Of a step: a second for each block, and half a second beside that."""
+    return 0.5 + sum((stop - start) / BLOCK_TOKENS for start, stop in ranges)
+
+
 def block(index: int) -> StoredBlock:
     header: Any = None
     return StoredBlock(b"", index * BLOCK_TOKENS, BLOCK_TOKENS, header)
@@ -171,27 +190,27 @@ def test_what_follows_begins_with_the_layers_of_the_last_block_that_have_come(
     came, go_on = threading.Event(), threading.Event()
 
     def load(
-        blocks: Sequence[StoredBlock], on_layers: Callable[[int], None]
+        blocks: Sequence[StoredBlock], on_layers: OnLayers, stop: Callable[[], bool]
     ) -> tuple[int, int, str | None]:
         on_layers(1)
         came.set()
         go_on.wait()
         return (1, 10, None) if is_sound else (0, 10, "damaged")
 
-    both = BothEnds([block(0)], 0, load, 1e-6, lambda start, stop: 1.0)
+    both = BothEnds([block(0)], 0, load, 1e-6, seconds, num_groups=2)
     came.wait()
-    assert both.next_gap(0, 80, 512) == (64, 80)
-    assert both.wait_layer is not None
-    both.wait_layer(0)  # it is there, and the block is still on its way
+    gap = both.next_gap(0, 80, 512)
+    assert gap[:3] == (64, 80, None) and gap.wait_layer is not None
+    gap.wait_layer(0)  # it is there, and the block is still on its way
     go_on.set()
     if is_sound:
-        both.wait_layer(1)
+        gap.wait_layer(1)
         assert both.num_loaded == 64
     else:
         with pytest.raises(LayerMissing):
-            both.wait_layer(1)
+            gap.wait_layer(1)
         assert both.num_loaded == 0
-        assert both.next_gap(0, 80, 512) == (0, 80)
+        assert both.next_gap(0, 80, 512)[:3] == (0, 80, None)
     both.close()
 
 
@@ -199,18 +218,74 @@ def test_beside_others_what_follows_waits_for_the_whole_block() -> None:
     came, go_on = threading.Event(), threading.Event()
 
     def load(
-        blocks: Sequence[StoredBlock], on_layers: Callable[[int], None]
+        blocks: Sequence[StoredBlock], on_layers: OnLayers, stop: Callable[[], bool]
     ) -> tuple[int, int, str | None]:
         came.set()
         go_on.wait()
         return 1, 10, None
 
-    both = BothEnds([block(0)], 0, load, 1e-6, lambda start, stop: 1.0, is_alone=lambda: False)
+    both = BothEnds([block(0)], 0, load, 1e-6, seconds, is_alone=lambda: False)
     came.wait()
     threading.Timer(0.05, go_on.set).start()
-    assert both.next_gap(0, 80, 512) == (64, 80)
+    assert both.next_gap(0, 80, 512)[:] == (64, 80, None, None)
     assert go_on.is_set()
-    assert both.wait_layer is None
+    both.close()
+
+
+def test_the_last_step_takes_what_follows_while_the_others_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One step computes the front and the prompt, the loader brings the rest in one go."""
+    monkeypatch.setattr(both_ends, "START_S", 60.0)
+    asked, go_on = [], threading.Event()
+
+    def load(
+        blocks: Sequence[StoredBlock], on_layers: OnLayers, stop: Callable[[], bool]
+    ) -> tuple[int, int, str | None]:
+        asked.append([one.start // BLOCK_TOKENS for one in blocks])
+        on_layers(1)
+        go_on.wait()
+        return len(blocks), 10, None
+
+    both = BothEnds([block(i) for i in range(6)], 0, load, 1.0, seconds, num_groups=10)
+    gap = both.next_gap(0, 400, 512)
+    assert gap[:3] == (0, 192, (384, 400)) and gap.wait_layer is not None
+    assert both.num_loaded == 192
+    gap.wait_layer(0)
+    go_on.set()
+    gap.wait_layer(1)
+    both.computed(400)
+    both.close()
+    assert asked == [[3, 4, 5]]
+    assert both.measured.loaded == 192 and both.measured.steps == [((0, 192), (384, 400))]
+
+
+def test_a_step_that_waits_for_too_much_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Loading was believed to be fast: what the last step left to it goes back to both ends."""
+    monkeypatch.setattr(both_ends, "START_S", 60.0)
+    stopped = threading.Event()
+
+    def load(
+        blocks: Sequence[StoredBlock], on_layers: OnLayers, stop: Callable[[], bool]
+    ) -> tuple[int, int, str | None]:
+        while not stop():
+            time.sleep(0.001)
+        stopped.set()
+        return 0, 0, None
+
+    def step_s(ranges: Sequence[Range]) -> float:
+        return 0.02 * seconds(ranges)
+
+    both = BothEnds([block(i) for i in range(6)], 0, load, 1e-6, step_s, num_groups=10)
+    gap = both.next_gap(0, 400, 512)
+    assert gap[:3] == (384, 400, None) and gap.wait_layer is not None
+    with pytest.raises(LayerMissing):
+        gap.wait_layer(0)
+    assert stopped.wait(10)
+    assert both.num_loaded == 0
+    assert both.next_gap(0, 400, 512).wait_layer is None
     both.close()
 
 
@@ -277,14 +352,11 @@ def test_a_loader_that_fails_midway_leaves_the_rest_to_prefill(
 
     session = run_turns([TEXT], model=model, **OPTIONS)[0]["session"]
     twin = fork(session)
-    calls = []
     original = restorer.load_blocks
 
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        if len(calls) > 1:
-            raise StoreError("the disk is gone")
-        return original(*args, **kwargs)
+    def failing(store: Any, blocks: Any, layout: Any, into: Any, *options: Any) -> Any:
+        original(store, blocks[:1], layout, into, 1)
+        raise StoreError("the disk is gone")
 
     with (
         monkeypatch.context() as patch,

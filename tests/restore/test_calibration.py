@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chatkv.restore.calibration import Sample, fit_loads, fit_prefill
+from chatkv.engine.pool import BLOCK_TOKENS, BlockPool, Run
+from chatkv.restore.calibration import Sample, _untouch, fit_loads, fit_prefill
 from chatkv.restore.cost import CostModel
+from small_engine import CONFIG
 
 LENGTHS = (32, 256, 1024, 4096)
 
@@ -65,3 +68,16 @@ def test_loads_are_a_line(fixed: float, rate: float, count: int) -> None:
 
 def test_without_samples_the_guess_stays() -> None:
     assert fit_loads(CostModel(), []) == CostModel()
+
+
+def test_memory_that_is_given_back_is_the_runs_alone() -> None:
+    pool = BlockPool(CONFIG, 120, torch.float32, torch.device("cpu"))
+    runs = [Run(), Run(), Run()]
+    for run in runs:
+        pool.reserve(run, 20 * BLOCK_TOKENS)
+    pool.kv.fill_(1.0)
+    _untouch(pool, runs[1])
+    middle = pool.slots(runs[1], 0, runs[1].capacity)
+    num_lost = int((middle == 0).sum())
+    assert num_lost > middle.numel() / 2, "whole pages are zeros"
+    assert int((pool.kv == 0).sum()) == num_lost, "and no others"

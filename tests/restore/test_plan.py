@@ -155,11 +155,11 @@ def taken(here: Situation, chosen: str, truth: CostModel) -> tuple[float, Measur
         key=lambda at: max(truth.load_s(last - at), truth.prefill_s(start, at)),
     )
     seconds = truth.both_s(start, first, last, total)
-    pieces = [(at, min(at + 512, meeting)) for at in range(start, meeting, 512)]
-    prefill_s = sum(truth.prefill_s(*piece) for piece in pieces)
+    steps = [[(at, min(at + 512, meeting))] for at in range(start, meeting, 512)]
+    prefill_s = sum(truth.step_s(step) for step in steps)
     loaded = last - meeting
     beside_s = loaded * truth.load_cpu_s_per_token
-    return seconds, Measured(loaded, truth.load_s(loaded), pieces, prefill_s + beside_s)
+    return seconds, Measured(loaded, truth.load_s(loaded), steps, prefill_s + beside_s)
 
 
 def learnt(cost: CostModel, here: Situation, plan: Plan, truth: CostModel) -> CostModel:
@@ -213,9 +213,9 @@ def test_estimates_that_are_far_off_are_put_right(
 
 @given(RATES, st.integers(1, 8000), st.floats(1e-3, 1e3))
 def test_one_busy_turn_moves_little(cost: CostModel, tokens: int, busy: float) -> None:
-    pieces = [(0, tokens)]
+    steps = [[(0, tokens)]]
     prefill_s = cost.prefill_s(0, tokens) + tokens * cost.load_cpu_s_per_token
-    ends = Measured(tokens, busy * cost.load_s(tokens), pieces, busy * prefill_s)
+    ends = Measured(tokens, busy * cost.load_s(tokens), steps, busy * prefill_s)
     after = cost.after_both(ends)
     for rate in ("load_s_per_token", "prefill_s_per_token"):
         assert 0.6 <= getattr(after, rate) / getattr(cost, rate) <= 1.6
