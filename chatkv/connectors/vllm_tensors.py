@@ -80,14 +80,17 @@ class KVTensors:
         return [self._values(fetch) for fetch in _fetchers(there, self.layout)]
 
     def destination(self, block_ids: Sequence[int], first: int) -> Blocks:
-        """Where `load_blocks` puts a request's blocks, of which number `first` is block_ids[0]."""
-        return Blocks(self, block_ids, first)
+        """Where `load_blocks` puts a request's blocks, of which number `first` is block_ids[0]; not
+        before what computes now is done with them."""
+        return Blocks(self, block_ids, first, _reached(self.layers[0].device))
 
     def put(self, layer: int, block: int, halves: Bits) -> None:
         """Set one layer of a block to [2, heads, tokens, head_dim]."""
         into = self.layers[layer][block]
         bits = torch.from_numpy(halves.swapaxes(0, 1).copy()).view(into.dtype)
         into.copy_(bits.reshape(into.shape))
+        if into.is_cuda:
+            torch.cuda.current_stream(into.device).synchronize()
 
     def view(self, layer: int, block: int) -> Bits | None:
         """One layer of a block as [2, heads, tokens, head_dim], None where it lies elsewhere."""
@@ -120,6 +123,7 @@ class Blocks:
     tensors: KVTensors
     block_ids: Sequence[int]
     first: int
+    free_after: Any = None  # an event on the device
     run_blocks: int = 1  # they lie anywhere
 
     def read(
@@ -136,6 +140,8 @@ class Blocks:
             num_bytes = store.read(block, group, halves)
         except BlockMiss as miss:
             return RunResult(0, 0, miss.reason)
+        if self.free_after is not None:
+            self.free_after.synchronize()
         for layer, half in zip(layout.value_layers(group), halves, strict=True):
             into = self.tensors.view(layer, at)
             if into is None:
@@ -153,10 +159,7 @@ def as_bits(tensor: Tensor) -> Bits:
 
 def _fetchers(there: Tensor, layout: KVLayout) -> list[Callable[[], Bits]]:
     """What brings each block of [blocks, layers, heads, tokens, C] over, once."""
-    is_there: Any = None
-    if there.is_cuda:
-        is_there = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        is_there.record(torch.cuda.current_stream(there.device))
+    is_there = _reached(there.device)
     shape = (layout.num_layers, layout.num_kv_heads, 2, layout.block_tokens, layout.head_dim)
 
     def fetcher(block: Tensor) -> Callable[[], Bits]:
@@ -173,3 +176,12 @@ def _fetchers(there: Tensor, layout: KVLayout) -> list[Callable[[], Bits]]:
         return fetch
 
     return [fetcher(block) for block in there]
+
+
+def _reached(device: torch.device) -> Any:
+    """An event behind all that a device has been given to do by this thread; None of a CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from chatkv.connectors.vllm_identity import Kept
 from chatkv.connectors.vllm_plan import Load, Plan, Save
 from chatkv.connectors.vllm_scheduler import namespace_for
-from chatkv.connectors.vllm_tensors import KVTensors
+from chatkv.connectors.vllm_tensors import Blocks, KVTensors
 from chatkv_store.blocks import BlockStore
 from chatkv_store.chain import NewBlock, StoredBlock
 from chatkv_store.errors import StoreError
@@ -53,6 +53,7 @@ class WorkerSide:
         self._loading: list[_Loading] = []
         self._finished: set[str] = set()
         self._registered: set[bytes] = set()
+        writer.call(use_every_core)
 
     def start(self, plan: Plan) -> None:
         """Begin the loads of a step."""
@@ -60,10 +61,9 @@ class WorkerSide:
         for load in plan.loads:
             loading = _Loading(load, self._stored(load))
             self._loading.append(loading)
-            work = threading.Thread(
-                target=self._run, args=(loading, threads), name="kv-load", daemon=True
-            )
-            work.start()
+            into = self._tensors.destination(load.block_ids, load.first)
+            task = {"target": self._run, "args": (loading, into, threads), "daemon": True}
+            threading.Thread(name="kv-load", **task).start()
 
     def wait_for(self, layer: str) -> None:
         """Wait until the layer is in place for all loads of the step, or will not come."""
@@ -107,7 +107,7 @@ class WorkerSide:
             return []
         return [one for one in found[load.first :] if one.num_tokens == layout.block_tokens]
 
-    def _run(self, loading: _Loading, threads: int) -> None:
+    def _run(self, loading: _Loading, into: Blocks, threads: int) -> None:
         """On a thread of its own, until everything has come or it is known what will not."""
         use_every_core()
         load, began = loading.load, time.perf_counter()
@@ -119,7 +119,6 @@ class WorkerSide:
                 self._changed.notify_all()
 
         try:
-            into = self._tensors.destination(load.block_ids, load.first)
             result = load_blocks(
                 self._store, loading.blocks, self._tensors.layout, into, threads, group_done
             )

@@ -259,12 +259,12 @@ class BlockStore(StoredValues):
     def count(self, limit_bytes: int | None = None, **amounts: int) -> None:
         """Add to the counters, in a commit of its own that keeps to the budget."""
         if limit_bytes is None:
-            limit_bytes = self._limit()
+            limit_bytes = self.limit_bytes()
         self.env.write(lambda txn: add_counts(txn, self.db["meta"], amounts), limit_bytes)
 
     def reset_counters(self, now_s: float) -> None:
         """Count from nothing again, since `now_s` (epoch seconds)."""
-        self.env.write(lambda txn: reset_counts(txn, self.db["meta"], now_s), self._limit())
+        self.env.write(lambda txn: reset_counts(txn, self.db["meta"], now_s), self.limit_bytes())
 
     def headers(self, namespace: bytes | None = None) -> Iterator[BlockHeader]:
         """Every sound header, read in short transactions; damaged ones are left to `verify`."""
@@ -321,7 +321,8 @@ class BlockStore(StoredValues):
             yield from entries
             last = entries[-1][0]
 
-    def _limit(self) -> int | None:
+    def limit_bytes(self) -> int | None:
+        """How far the file may grow now; None: as far as the disk goes."""
         return None if self._room is None else self._room.limit()
 
     def _without_stored(self, blocks: Sequence[NewBlock]) -> list[NewBlock]:

@@ -16,7 +16,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from chatkv_store.keys import chain_keys, pack_ids, unpack_ids
 from chatkv_store.records import Session
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 MAX_USES = 2000  # the oldest that are not pinned go; their blocks then count as unused
 ID_CHARS = 26  # of a use's id, as many as a session's has: the beginning of its key in hex
+T = TypeVar("T")
 _LENGTH = struct.Struct("<I")
 _TABLE = "uses"
 
@@ -109,7 +110,7 @@ class Uses:
             self._drop_oldest(txn)
             return result
 
-        return self._store.env.write(work)
+        return self._write(work)
 
     def every(self) -> list[Use]:
         """Every use, in no order; those that cannot be read are left out."""
@@ -136,13 +137,17 @@ class Uses:
                 ids = _split(bytes(stored))[1]
                 txn.put(key, _pack(replace(use, pinned=pinned), ids), db=self._table)
 
-        self._store.env.write(work)
+        self._write(work)
 
     def remove(self, keys: Iterable[bytes]) -> None:
         """Forget these uses, in one commit; their blocks stay."""
         gone = list(keys)
         if gone:
-            self._store.env.write(lambda txn: [txn.delete(key, db=self._table) for key in gone])
+            self._write(lambda txn: [txn.delete(key, db=self._table) for key in gone])
+
+    def _write(self, work: Callable[[Any], T]) -> T:
+        """In one commit, which keeps to the store's budget."""
+        return self._store.env.write(work, self._store.limit_bytes())
 
     @property
     def _table(self) -> Any:
