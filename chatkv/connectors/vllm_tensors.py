@@ -10,10 +10,13 @@ It follows that only whole blocks can be stored, and only without loss.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +26,6 @@ from chatkv_store.errors import BlockMiss
 from chatkv_store.layout import DType, KVLayout
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
     from chatkv_store.blocks import BlockStore
@@ -63,7 +65,12 @@ class KVTensors:
         in_memory = first.device.type == "cpu" and all(
             one[0].is_contiguous() for one in self.layers
         )
-        self._views = [self._halves(one) for one in self.layers] if in_memory else None
+        # Each layer as [blocks, 2, heads, tokens, head_dim]; and all of them as one array, where
+        # they lie in one piece of memory.
+        self._views = [_halves(one) for one in self.layers] if in_memory else None
+        one_piece = _as_one(self.layers) if in_memory else None
+        self._whole = None if one_piece is None else _halves(one_piece)
+        self._scratch = threading.local()
 
     def take(self, block_ids: Sequence[int]) -> list[Callable[[int], Bits]]:
         """The KV of each block as it is now, as a `NewBlock` takes its values.
@@ -84,7 +91,27 @@ class KVTensors:
         before what computes now is done with them."""
         return Blocks(self, block_ids, first, _reached(self.layers[0].device))
 
-    def put(self, layer: int, block: int, halves: Bits) -> None:
+    def place(self, group: int, block: int) -> tuple[Bits, bool]:
+        """Where value `group` of a block is decoded to, and whether that is the block itself; else
+        it is this thread's until its next one, for `settle`."""
+        layers = self.layout.value_layers(group)
+        if self._whole is not None:
+            return self._whole[layers.start : layers.stop, block], True
+        known: dict[int, Bits] = self._scratch.__dict__  # new memory each time costs page faults
+        if len(layers) not in known:
+            shape = self.layout.value_shape(group, self.layout.block_tokens)
+            known[len(layers)] = np.empty(shape, self.layout.bits_dtype)
+        return known[len(layers)], False
+
+    def settle(self, group: int, block: int, value: Bits) -> None:
+        """Set a block's layers to those of a value."""
+        for layer, halves in zip(self.layout.value_layers(group), value, strict=True):
+            if self._views is None:
+                self._put(layer, block, halves)
+            else:
+                self._views[layer][block] = halves
+
+    def _put(self, layer: int, block: int, halves: Bits) -> None:
         """Set one layer of a block to [2, heads, tokens, head_dim]."""
         into = self.layers[layer][block]
         bits = torch.from_numpy(halves.swapaxes(0, 1).copy()).view(into.dtype)
@@ -92,18 +119,7 @@ class KVTensors:
         if into.is_cuda:
             torch.cuda.current_stream(into.device).synchronize()
 
-    def view(self, layer: int, block: int) -> Bits | None:
-        """One layer of a block as [2, heads, tokens, head_dim], None where it lies elsewhere."""
-        return None if self._views is None else self._views[layer][block]
-
-    def _halves(self, layer: Tensor) -> Bits:
-        """View [blocks, 2, heads, tokens, head_dim] of a layer in this process' memory."""
-        blocks, heads, tokens, width = layer.shape
-        return as_bits(layer.view(blocks, heads, 2, tokens, width // 2)).swapaxes(1, 2)
-
     def _copy(self, block: int) -> Callable[[], Bits]:
-        import numpy as np
-
         assert self._views is not None
         taken = np.stack([one[block] for one in self._views])
         return lambda: taken
@@ -129,25 +145,17 @@ class Blocks:
     def read(
         self, store: BlockStore, blocks: Sequence[StoredBlock], group: int, start: int
     ) -> RunResult:
-        import numpy as np
-
         (block,) = blocks
-        layout = self.tensors.layout
-        at = self.block_ids[start // layout.block_tokens - self.first]
-        shape = layout.value_shape(group, layout.block_tokens)
+        at = self.block_ids[start // self.tensors.layout.block_tokens - self.first]
+        value, is_there = self.tensors.place(group, at)
         try:
-            halves = np.empty(shape, layout.bits_dtype)
-            num_bytes = store.read(block, group, halves)
+            num_bytes = store.read(block, group, value)
         except BlockMiss as miss:
             return RunResult(0, 0, miss.reason)
         if self.free_after is not None:
             self.free_after.synchronize()
-        for layer, half in zip(layout.value_layers(group), halves, strict=True):
-            into = self.tensors.view(layer, at)
-            if into is None:
-                self.tensors.put(layer, at, half)
-            else:
-                into[...] = half
+        if not is_there:
+            self.tensors.settle(group, at, value)
         return RunResult(1, num_bytes, None)
 
 
@@ -155,6 +163,24 @@ def as_bits(tensor: Tensor) -> Bits:
     """View of a tensor in this process' memory as bits."""
     kind = torch.uint32 if tensor.dtype == torch.float32 else torch.uint16
     return tensor.view(kind).numpy()
+
+
+def _halves(kv: Tensor) -> Bits:
+    """View [..., blocks, 2, heads, tokens, C / 2] of [..., blocks, heads, tokens, C] in this
+    process' memory: see above."""
+    tokens, width = kv.shape[-2:]
+    return as_bits(kv.view(*kv.shape[:-2], 2, tokens, width // 2)).swapaxes(-3, -4)
+
+
+def _as_one(layers: Sequence[Tensor]) -> Tensor | None:
+    """View [layers, ...] of tensors that lie at even distances in one piece of memory; None of
+    others."""
+    first = layers[0]
+    memory = {(one.untyped_storage().data_ptr(), one.stride()) for one in layers}
+    steps = {after.storage_offset() - one.storage_offset() for one, after in pairwise(layers)}
+    if len(memory) > 1 or len(steps) > 1 or min(steps, default=0) < 0:
+        return None
+    return first.as_strided((len(layers), *first.shape), (max(steps, default=0), *first.stride()))
 
 
 def _fetchers(there: Tensor, layout: KVLayout) -> list[Callable[[], Bits]]:
