@@ -52,10 +52,11 @@ class Run:
 
 
 def run_vllm(model: Path, home: Path | None, *batches: Any, **more: Any) -> Run:
-    """Compute `batches` in a vLLM that lives for them alone; `more`: see vllm_process.py, and
-    `variables` of its environment."""
+    """Compute `batches` in a vLLM that lives for them alone; `more`: see vllm_process.py,
+    `variables` of its environment and `model_options` of vLLM's."""
     variables = more.pop("variables", {})
     options = {"max_model_len": 1024, "served_model_name": "chat"}
+    options |= more.pop("model_options", {})
     task = {"home": None if home is None else str(home), "batches": batches, **more}
     task |= {"model": str(model), "max_tokens": 24, "logprobs": 0, "options": options}
     environment = {
@@ -198,3 +199,26 @@ def test_kill_9_while_it_saves(
     run = run_vllm(model(1), home, [PROMPT])
     assert run.code == 0, run.log[-4000:]
     assert run.replies() == plain.replies()
+
+
+def test_the_real_model_goes_on_after_a_restart(smollm2_gguf: Path, tmp_path: Path) -> None:
+    """SmolLM2, as a checkpoint of its own numbers: what transformers says, vLLM says, cold and from
+    the store."""
+    import torch
+    from tokenizers import Tokenizer
+
+    import tiny
+    from checkpoints import checkpoint_of
+
+    folder = checkpoint_of(smollm2_gguf, tmp_path / "smollm2", "float32")
+    text = "The sea is salt because rivers carry minerals into it, and only water leaves. " * 20
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids[: 2 * BLOCK + 30]
+    reference = tiny.load_reference(folder)
+    with torch.inference_mode():
+        told = reference.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)
+    expected = told[0, len(ids) :].tolist()
+    more = {"model_options": {"dtype": "float32"}, "pause_s": 3.0}
+    for cached in (0, 2 * BLOCK):
+        run = run_vllm(folder, tmp_path / "home", [ids], **more)
+        assert run.code == 0, run.log[-4000:]
+        assert (run.cached(), run.replies()) == ([cached], [expected])
