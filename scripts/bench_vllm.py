@@ -93,6 +93,7 @@ def vllm(python: str, model: Path, home: Path | None, prompt: list[int]) -> dict
         "home": None if home is None else str(home),
         "batches": [[other[: len(prompt) // 4]], [prompt]],
         "max_tokens": 1,
+        "pause_s": 5.0,  # the writer works behind the answer
         "options": {"max_model_len": len(prompt) + 64, "dtype": dtype()},
     }
     done = subprocess.run(

@@ -5,6 +5,7 @@ LMDB lets a process open an environment once; vLLM may run its scheduler and a w
 
 from __future__ import annotations
 
+import atexit
 import threading
 from pathlib import Path
 
@@ -30,12 +31,14 @@ class SharedDisk:
         self.store: BlockStore | None = disk.store
         self.writer: BlockWriter | None = disk.writer
         self.notices = disk.notices
+        atexit.register(self.close)  # hosts end without a word, too
 
     def close(self) -> None:
         """Give the share up; with the last one, write what is queued. Twice is fine."""
         path, self._path = self._path, None
         if path is None:
             return
+        atexit.unregister(self.close)
         with _lock:
             disk, conversations, users = _open.pop(path)
             if users > 1:
