@@ -97,11 +97,11 @@ class KVTensors:
         layers = self.layout.value_layers(group)
         if self._whole is not None:
             return self._whole[layers.start : layers.stop, block], True
-        known: dict[int, Bits] = self._scratch.__dict__  # new memory each time costs page faults
-        if len(layers) not in known:
-            shape = self.layout.value_shape(group, self.layout.block_tokens)
-            known[len(layers)] = np.empty(shape, self.layout.bits_dtype)
-        return known[len(layers)], False
+        scratch: Bits | None = getattr(self._scratch, "bits", None)
+        if scratch is None:  # new memory each time would cost page faults each time
+            shape = self.layout.value_shape(0, self.layout.block_tokens)
+            scratch = self._scratch.bits = np.empty(shape, self.layout.bits_dtype)
+        return scratch[: len(layers)], False
 
     def settle(self, group: int, block: int, value: Bits) -> None:
         """Set a block's layers to those of a value."""

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from chatkv.connectors.vllm_identity import Kept
 from chatkv.connectors.vllm_plan import Load, Plan, Save
@@ -62,8 +63,8 @@ class WorkerSide:
             loading = _Loading(load, self._stored(load))
             self._loading.append(loading)
             into = self._tensors.destination(load.block_ids, load.first)
-            task = {"target": self._run, "args": (loading, into, threads), "daemon": True}
-            threading.Thread(name="kv-load", **task).start()
+            task = partial(self._run, loading, into, threads)
+            threading.Thread(target=task, name="kv-load", daemon=True).start()
 
     def wait_for(self, layer: str) -> None:
         """Wait until the layer is in place for all loads of the step, or will not come."""
