@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -90,16 +90,14 @@ class PrefillWork:
         """Until the last frame has gone, or nobody wants any more. Never raises."""
         writer = threading.Thread(target=self._write, name="kv-out", daemon=True)
         writer.start()
-        sequence = self._restorer.sequence(f"prefill/{self._request.name}")
-        memory = self._restorer.engine.memory
         try:
-            with ticket.turn(self._cancelled), memory.use(sequence):
+            with ExitStack() as held, ticket.turn(self._cancelled):
+                sequence = held.enter_context(self._sequence_in_use())
+                # Frames are views of the sequence's blocks: it is kept until the last has gone,
+                # while the next request has its turn.
+                held.callback(self._end, writer)
                 self.queue_s = ticket.waited_s
-                try:
-                    self._prefill(sequence)
-                finally:
-                    self._todo.put(None)
-                    writer.join()  # its frames are views of the sequence's blocks
+                self._prefill(sequence)
         except (Cancelled, Preempted) as error:
             self.failure = "others need its memory" if isinstance(error, Preempted) else "cancelled"
         except (ChatkvError, StoreError) as error:
@@ -107,11 +105,25 @@ class PrefillWork:
         except Exception as error:
             self.failure = f"its engine failed ({type(error).__name__})"
         finally:
-            self._todo.put(None)
-            writer.join()
+            self._end(writer)
         if self.failure is not None:
             with suppress(OSError):
                 self._send(Frame(Kind.ERROR, 0), self.failure.encode()[:1000])
+
+    @contextmanager
+    def _sequence_in_use(self) -> Iterator[TokenSequence]:
+        """What is in memory of the conversation; a fresh one while somebody still sends of it."""
+        memory = self._restorer.engine.memory
+        sequence = self._restorer.sequence(f"prefill/{self._request.name}")
+        if sequence in memory.room:
+            sequence = self._restorer.scratch_sequence()
+        with memory.use(sequence):
+            yield sequence
+
+    def _end(self, writer: threading.Thread) -> None:
+        """Wait until all that is queued has gone."""
+        self._todo.put(None)
+        writer.join()
 
     # --- computing ------------------------------------------------------------------------------
 
