@@ -21,7 +21,7 @@ from chatkv.apart.wire import Model
 from chatkv.restore.remote_cost import RemoteCost, Way
 
 # A state is believed for so long; asking for it may take so long.
-FRESH_S, STATE_S = 1.0, 1.0
+FRESH_S, STATE_S = 1.0, 2.0
 # A worker with nothing to say says so twice a second: one that is silent for so long is gone.
 SILENT_S = 3.0
 # After it was away, it is asked again so much later, twice as long each time until the most.

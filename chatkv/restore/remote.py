@@ -23,7 +23,7 @@ from chatkv_store.layout import BLOCK_TOKENS, KVLayout
 # Fewer tokens than a block are computed here before anybody has been asked.
 MIN_TOKENS = BLOCK_TOKENS
 # A fetch that takes this many times as long as it should, and so much more, is given up.
-PATIENCE, PATIENCE_S = 3.0, 2.0
+PATIENCE, PATIENCE_S = 4.0, 3.0
 _POLL_S = 0.05
 
 

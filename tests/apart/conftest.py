@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from chatkv.paths import folders
+from chatkv.restore import prefill_worker, remote
 from chatkv.restore.prefill_worker import PrefillWorker
 from chatkv.runtime import Runtime
 from chatkv_store import layout as layouts
@@ -29,6 +30,10 @@ def decoder(
 ) -> Iterator[Callable[..., Decoder]]:
     """decoder(worker): in the home in force, or in `home`."""
     monkeypatch.setattr(layouts, "MIN_VALUE_BYTES", 1)  # a value for each of the three layers
+    # Nothing is too slow on a busy machine, but where a test says so.
+    monkeypatch.setattr(remote, "PATIENCE_S", 600.0)
+    for name in ("STATE_S", "SILENT_S"):
+        monkeypatch.setattr(prefill_worker, name, 60.0)
     with ExitStack() as open:
 
         def made(

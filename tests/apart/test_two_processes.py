@@ -160,12 +160,12 @@ def test_a_worker_that_stops_answering_is_given_up(
     import os
     import signal
 
-    monkeypatch.setattr(prefill_worker, "SILENT_S", 0.5)
     with prefiller(tmp_path / "prefill", model, min_value_bytes=1) as worker:
         link = Link(worker.url)
         link.on_kv = lambda passed: os.kill(worker.process.pid, signal.SIGSTOP)
         with link.url() as url:
             talk = decoder(worker.at(url=url))
+            monkeypatch.setattr(prefill_worker, "SILENT_S", 1.0)
             first = talk.say()
         os.kill(worker.process.pid, signal.SIGCONT)
     assert first.text == alone[0]
@@ -175,11 +175,11 @@ def test_a_worker_that_stops_answering_is_given_up(
 def test_a_link_that_is_too_slow_is_given_up(
     worker: Prefiller, decoder: Decoders, alone: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "PATIENCE_S", 0.2)
     link = Link(worker.url)
     with link.url() as url:
         at = worker.at(url=url)
         talk = decoder(at)
+        monkeypatch.setattr(remote, "PATIENCE_S", 0.2)
         at.offered(talk.runtime.model)  # the link is measured while it is fast
         link.bytes_per_s = 100e3
         first = talk.say()
