@@ -97,6 +97,16 @@ def test_it_says_what_its_numbers_say(name: str, checkpoint: Path, tmp_path: Pat
     assert torch.allclose(logits(own.config, weights, 2), exact, rtol=0, atol=0.05 * largest)
 
 
+@pytest.mark.parametrize("name", ["gptq-order", "awq", "fp8-blocks", "packed-8"])
+def test_it_says_so_in_bfloat16_too(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    wanted = write_published(tmp_path / "published", checkpoint, FORMS[name][0])
+    own = prepared(tmp_path / "published", tmp_path, "own", "bfloat16")
+    exact = logits(own.config, {key: value.float() for key, value in wanted.items()}, 0)
+    for most in (0, 2):
+        found = logits(own.config, load_weights(own), most)
+        assert torch.allclose(found, exact, rtol=0, atol=0.1 * float(exact.abs().max()))
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_what_it_is_kept_as(name: str, checkpoint: Path, tmp_path: Path) -> None:
     form, kept = FORMS[name]
