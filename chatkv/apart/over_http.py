@@ -34,8 +34,8 @@ class HttpTransport:
     token: str | None = None
 
     def __post_init__(self) -> None:
-        place = urlsplit(self.url)
-        with suppress(ValueError):  # of a port that is none
+        with suppress(ValueError):  # of a port, or an address, that is none
+            place = urlsplit(self.url)
             if place.scheme in ("http", "https") and place.hostname and place.port != 0:
                 return
         raise UsageError(f"--prefill-url {self.url}: give it as http://HOST:PORT or https://…")
@@ -167,7 +167,7 @@ def _as_remote() -> Iterator[None]:
         raise RemoteGone(f"cannot be trusted: {error.reason or error}") from None
     except http.client.IncompleteRead:
         raise RemoteGone("ended before it was done") from None
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, http.client.HTTPException, UnicodeError) as error:
         said = error.strerror if isinstance(error, OSError) and error.strerror else None
         raise RemoteGone(f"is away: {said or str(error) or type(error).__name__}") from None
 

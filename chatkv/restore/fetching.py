@@ -15,6 +15,7 @@ from chatkv.restore.remote import Fetched, RemotePrefill
 from chatkv.restore.saver import DiskTier, Saver
 from chatkv.restore.staging import Reach
 from chatkv.restore.taking import Bits
+from chatkv_store.errors import StoreError
 from chatkv_store.layout import KVLayout
 from chatkv_store.loader import default_threads, load_blocks
 
@@ -91,11 +92,12 @@ class Fetching:
         """Load blocks [first, stop), which another process has just stored; how many tokens."""
         assert self.disk is not None and self.saver is not None
         store, ids = self.disk.store, sequence.ids[: stop * BLOCK_TOKENS]
-        blocks = store.match(self.disk.namespace, ids, self.layout).blocks[first:stop]
-        if not blocks:
-            return 0
         into = self.reach.destination(sequence.run)
-        done = load_blocks(store, blocks, self.layout, into, default_threads())
+        try:
+            blocks = store.match(self.disk.namespace, ids, self.layout).blocks[first:stop]
+            done = load_blocks(store, blocks, self.layout, into, default_threads())
+        except StoreError:
+            return 0
         sound = blocks[: done.num_tokens_ok // BLOCK_TOKENS]
         self.saver.stored(sequence, (block.key for block in sound))
         return done.num_tokens_ok

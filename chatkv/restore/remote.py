@@ -174,9 +174,11 @@ class RemotePrefill:
         if fetched.queue_s is not None and fetched.prefill_s is not None:
             spent = (fetched.seconds, fetched.queue_s, fetched.prefill_s)
             worker.observe(cost.after(way, *spent, rate))
-        elif rate is not None:  # it was given up: at least what its link is worth is known
-            spent = (max(fetched.seconds, way.seconds), way.queue_s, way.prefill_s)
-            worker.observe(cost.after(way, *spent, rate))
+        elif fetched.seconds > way.seconds:  # given up: because of its link, or else of itself
+            moving_s = fetched.num_bytes / rate if rate else 0.0
+            is_link = moving_s > fetched.seconds / 2
+            prefill_s = way.prefill_s if is_link else fetched.seconds
+            worker.observe(cost.after(way, fetched.seconds, way.queue_s, prefill_s, rate))
 
 
 class _Guard:

@@ -88,6 +88,7 @@ def test_a_prefill_worker_serves_nothing_else(worker: Prefiller) -> None:
         (["--prefill-url", "http://127.0.0.1:1"], "--role decode"),
         (["--role", "decode", "--prefill-url", "ftp://there"], "http://HOST:PORT"),
         (["--role", "decode", "--prefill-url", "http://there:port"], "http://HOST:PORT"),
+        (["--role", "decode", "--prefill-url", "http://[::1"], "http://HOST:PORT"),
         (["--tls-cert", "cert.pem"], "belong together"),
         (["--tls-cert", "no.pem", "--tls-key", "no.pem"], "no.pem"),
         (["--role", "prefill", "--host", "0.0.0.0"], "CHATKV_TOKEN"),
