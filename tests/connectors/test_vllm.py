@@ -187,6 +187,23 @@ def test_another_model_of_the_same_name_meets_nothing_of_it(
     assert beside.replies() == alone.replies() != plain.replies()
 
 
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="a core for each of two workers")
+def test_two_workers_keep_and_load_a_part_each(
+    model: Callable[[int], Path], tmp_path: Path
+) -> None:
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    parallel = {"tensor_parallel_size": 2}
+    more: dict[str, Any] = {"variables": variables, "model_options": parallel, "pause_s": 3.0}
+    cold, again = (run_vllm(model(1), tmp_path / "home", [PROMPT], **more) for _ in range(2))
+    assert (cold.code, again.code) == (0, 0), cold.log[-4000:] + again.log[-4000:]
+    assert (cold.cached(), again.cached()) == ([0], [5 * BLOCK])
+    assert again.replies() == cold.replies()
+    with BlockStore(tmp_path / "home" / "cache" / "kv") as store:
+        assert store.verify() == []
+        models = {use.model for use in Uses(store).every()}
+        assert models == {"chat (vLLM, part 1 of 2)", "chat (vLLM, part 2 of 2)"}
+
+
 @pytest.mark.parametrize("place", ["blocks.values:2", "blocks.headers:3"])
 def test_kill_9_while_it_saves(
     model: Callable[[int], Path], plain: Run, tmp_path: Path, place: str
