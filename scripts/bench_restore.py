@@ -13,6 +13,7 @@ import os
 import statistics
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from restore_grid import WAYS, Cell, Grid, sources  # noqa: E402
 THROTTLES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of prefill's own rate
 LENGTHS = (512, 1024, 2048, 4096, 8000)
 ROUNDS, SHORT_REPEAT = 2, 3  # of all cells; of the fastest ones, in each round
-OPENED_TOKENS, OPENED_REPEAT = 1000, 5
+OPENED_TOKENS, OPENED_REPEAT = 1000, 3
 COLOURS = {"reload": "#7fc29b", "re-prefill": "#e8c36a", "both": "#8ab4de", "memory": "#d9d9d9"}
 
 CELLS: list[Cell] = []
@@ -46,34 +47,39 @@ def measure(options: Options) -> list[Figure]:
         ):
             say("calibrating ...")
             runtime.calibrate()
-            lengths = [n for n in LENGTHS if n < runtime.engine.max_tokens]
-            _measure_grid(runtime, Path(home), lengths[:2] if options.quick else lengths, options)
             opened = _opened_then_typed(runtime, conversations)
+            lengths = [n for n in LENGTHS if n < runtime.engine.max_tokens]
+            try:
+                _measure_grid(
+                    runtime, Path(home), lengths[:2] if options.quick else lengths, options
+                )
+            except KeyboardInterrupt:
+                say("stopped: what is measured by now follows")
+    CELLS[:] = [cell for cell in CELLS if all(cell.samples.values())]
     return [*_cell_figures(), *_memory_figures(), opened, *_summary()]
 
 
 def _measure_grid(runtime: Any, home: Path, lengths: list[int], options: Options) -> None:
-    grid = Grid(runtime, home, max(lengths))
-    throttled = sources(THROTTLES[1:4] if options.quick else THROTTLES)
-    for source in throttled:
-        grid.learn(source)
-    CELLS.extend(Cell(num_tokens, source) for num_tokens in lengths for source in throttled)
-    for cell in CELLS:
-        grid.plan(cell)
-    for num_tokens in lengths:
-        IN_MEMORY[num_tokens] = grid.in_memory(num_tokens, 3)
-    for number in range(ROUNDS):
-        for num_tokens in (n for n in lengths if number < _rounds(n)):
-            re_prefill_s = grid.re_prefill(num_tokens)
-            for cell in (one for one in CELLS if one.num_tokens == num_tokens):
-                cell.samples["re-prefill"].append(re_prefill_s)
-                _time(grid, cell, number)
-    grid.close()
+    with closing(Grid(runtime, home, max(lengths))) as grid:
+        throttled = sources(THROTTLES[1:4] if options.quick else THROTTLES)
+        for source in throttled:
+            grid.learn(source)
+        for num_tokens in lengths:
+            cells = [Cell(num_tokens, source) for source in throttled]
+            CELLS.extend(cells)
+            for cell in cells:
+                grid.plan(cell)
+            IN_MEMORY[num_tokens] = grid.in_memory(num_tokens, 3)
+            for number in range(_rounds(num_tokens)):
+                re_prefill_s = grid.re_prefill(num_tokens)
+                for cell in cells:
+                    cell.samples["re-prefill"].append(re_prefill_s)
+                    _time(grid, cell, number)
 
 
 def _rounds(num_tokens: int) -> int:
     """Long restores are steady, short ones are lost in whatever else the machine does."""
-    return max(1, min(ROUNDS, 2048 // num_tokens))
+    return max(1, min(ROUNDS, 1024 // num_tokens))
 
 
 def _time(grid: Grid, cell: Cell, number: int) -> None:
@@ -160,6 +166,7 @@ def _memory_figures() -> list[Figure]:
             less_is_better=True,
         )
         for num_tokens, seconds in IN_MEMORY.items()
+        if num_tokens in re_prefill_s
     ]
     note = "no GPU here: neither a history in its memory nor copies to it can be timed"
     return [*figures, Figure("history in GPU memory", None, "ms", note=note)]
@@ -214,8 +221,8 @@ def draw(path: Path) -> None:
         axes.barh(y, 0.96, left=x - 0.48, height=0.92, color=colour)
         axes.text(x, y, text, ha="center", va="center", fontsize=10)
 
-    for num_tokens, seconds in IN_MEMORY.items():
-        box(num_tokens, rows[0], COLOURS["memory"], _told(seconds))
+    for num_tokens in lengths:
+        box(num_tokens, rows[0], COLOURS["memory"], _told(IN_MEMORY[num_tokens]))
     for cell in CELLS:
         faster = cell.seconds["re-prefill"] / cell.seconds[cell.chosen]
         text = _told(cell.seconds[cell.chosen]) + (f"\n{faster:.1f}x" if faster > 1.05 else "")

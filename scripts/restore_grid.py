@@ -3,10 +3,10 @@
 The disks that no test machine has are this one's, slowed down by a token bucket inside the reader:
 their rates are fractions and multiples of the rate at which prefill makes the same bytes.
 
-Whatever else a machine does comes in stretches of seconds, and only ever adds. So all plans of all
-cells are timed once before any is timed again, and the shortest times are compared. A disk that is
-slowed down is steady by itself: from there a reload is timed once, and one that would take longer
-than RELOAD_S on so many of the history's first tokens as take about that long, then told in
+Whatever else a machine does comes in stretches of seconds, and only ever adds. So all plans on all
+sources are timed once before any is timed again, and the shortest times are compared. A disk that
+is slowed down is steady by itself: from there a reload is timed once, and one that would take
+longer than RELOAD_S on so many of the history's first tokens as take about that long, then told in
 proportion.
 """
 
@@ -24,7 +24,7 @@ from bench_common import say
 
 PROMPT_TOKENS = 16
 WAYS = ("reload", "re-prefill", "both")
-RELOAD_S = 5.0
+RELOAD_S = 2.0
 LEARNT_FROM = (64, 320)  # tokens that calibration, as it were, loads from each source
 
 
