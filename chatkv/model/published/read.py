@@ -171,8 +171,10 @@ def _groups(rule: Rule, num_in: int) -> tuple[int, int]:
     return group_size, ceil(num_in / group_size)
 
 
-def _group_of(tensors: Tensors, name: str, num_in: int, groups: int) -> Tensor:
+def _group_of(tensors: Tensors, name: str, num_in: int, groups: int) -> Tensor | None:
     group_of = tensors.take(name, (num_in,), (torch.int32, torch.int64))
+    if bool((group_of == -1).all()):  # so some say that inputs are in their order
+        return None
     if bool(((group_of < 0) | (group_of >= groups)).any()):
         raise tensors.wrong(name, f"names a group that is not among {groups}")
     return group_of

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from chatkv.errors import ModelError
+from chatkv.model.one_line import one_line
 
 Packing = Literal["gptq", "awq", "float8", "packed", "plain"]
 """How codes lie in tensors: `gptq` and `awq` have qweight, qzeros and scales; `float8` a weight of
@@ -71,14 +72,17 @@ def scheme_of(fields: dict[str, Any], where: str) -> Scheme | None:
         return None
     if not isinstance(config, dict):
         raise ModelError(f"{where}: quantization_config should be an object")
-    method = config.get("quant_method", "unknown")
+    method = str(config.get("quant_method", "unknown"))
     read = _READERS.get(method)
     if read is None:
         raise ModelError(
             f"{where}: weights quantised with {method!r} are not supported (supported: "
             f"{_METHODS}); {_INSTEAD}"
         )
-    return Scheme(method, read(_Fields(config, f"{where}: {method}")))
+    try:
+        return Scheme(method, read(_Fields(config, f"{where}: {method}")))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"{where}: {method}: a field makes no sense: {one_line(error)}") from error
 
 
 class _Fields:
