@@ -33,7 +33,7 @@ def test_commands_verbs_options_and_values(process: Program) -> None:
     assert _offered(process, "chatkv models p") == ["plain,pull"]
     assert "plain,--temperature" in _offered(process, "chatkv ask --temp")
     assert _offered(process, "chatkv ask --kv-codec i") == ["plain,int8", "plain,int4"]
-    assert _offered(process, "chatkv config show serve.p") == ["plain,serve.port"]
+    assert _offered(process, "chatkv config show serve.po") == ["plain,serve.port"]
 
 
 def test_sessions_by_id_and_by_title(process: Program, talk: Callable[..., object]) -> None:
