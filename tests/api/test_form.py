@@ -103,7 +103,7 @@ def text_of(path: str, answer: Any, is_streamed: bool) -> str:
     return "".join(choice["delta"].get("content", "") for choice in choices)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("path", wanted(0, False))
 def test_json_by_a_schema(url: str, path: str, stream: bool) -> None:
     answer = ask(url, path, wanted(3, stream)[path])

@@ -47,6 +47,7 @@ print(len(found))
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="about glibc's malloc")
 
 
+@pytest.mark.slow
 def test_products_of_many_shapes_take_no_more_than_those_of_some() -> None:
     """Attention to a prompt's pieces has another shape with every length of its history."""
     # Not what the tests themselves were started with: what chatkv sets.

@@ -81,6 +81,7 @@ def test_an_answer_streams_is_stopped_and_gone_on_with(page: Browsed, slow_model
     assert page.answer.startswith(stopped[:10]) and len(page.answer) > len(stopped)
 
 
+@pytest.mark.slow
 def test_leaving_in_the_middle_keeps_what_was_answered(page: Browsed, slow_model: str) -> None:
     slow(page, slow_model)
     page.write("Go on for long, and I leave.")
@@ -115,6 +116,7 @@ def test_an_edit_goes_another_way_and_both_stay(page: Browsed) -> None:
     assert page.answers == old
 
 
+@pytest.mark.slow
 def test_another_answer_to_the_same_question(browse: Browse, url: str) -> None:
     page = browse(url, settings=SETTINGS | {"temperature": 1.5, "system": "Be brief."})
     page.open()
@@ -209,6 +211,7 @@ def test_dark_and_light(browse: Browse, url: str) -> None:
     assert page.page.locator("#theme").inner_text() == "Theme: system" and ground() > 650
 
 
+@pytest.mark.slow
 def test_on_a_phone(browse: Browse, url: str) -> None:
     page = browse(url, viewport={"width": 360, "height": 640}, has_touch=True, is_mobile=True)
     page.open()
@@ -278,6 +281,7 @@ def test_a_refusal_is_said_and_gives_the_message_back(page: Browsed) -> None:
     assert page.said == ["Short."]
 
 
+@pytest.mark.slow
 def test_the_server_may_end_and_come_back(
     browse: Browse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
@@ -304,6 +308,7 @@ def test_the_server_may_end_and_come_back(
         assert re.search(r"\d+ (from disk|kept)", page.measured)
 
 
+@pytest.mark.slow
 def test_a_token_is_asked_for_once(browse: Browse, own_home: Path, model: str, url: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CHATKV_HOME", str(own_home / "guarded"))

@@ -133,6 +133,7 @@ def test_it_is_what_the_cpu_writes_and_reads(
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 def test_by_the_kernels_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter."""
     pytest.importorskip("triton")

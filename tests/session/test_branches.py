@@ -18,7 +18,7 @@ from chatkv_store.errors import StoreError
 OPTIONS = TurnOptions(SamplingOptions(temperature=1.0), max_tokens=8)
 
 
-@pytest.mark.parametrize("where", ["off", "start"])
+@pytest.mark.parametrize("where", ["off", pytest.param("start", marks=pytest.mark.slow)])
 def test_another_branch_can_be_gone_on_with(
     where: str,
     home: Path,
