@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
 """Several conversations on one model: static batching, continuous batching, and prefill in chunks.
 
-One trace (Poisson arrivals, short and long prompts, answers of all lengths) is replayed three
-ways on one engine. *Static*: a batch is whoever has arrived, up to a size; its rows are computed
-until its slowest member is done, and then comes the next one (prompts are not padded, and tokens
-are shown as they come: a mild form of it). *Whole prompts*: every step takes who is there, and all
-of a prompt at once. *Chunks*: every step takes as much prefill as running answers can bear, which
-is what chatkv does. Requests come faster than they are answered, so each way shows the most that it
-can do; static batches of several sizes, and chunks with as many answers at once, are compared at
-the same limit of TPOT: the p99 of the fastest static batch. Then a long prompt arrives beside
-running answers.
+One trace (Poisson arrivals; prompts and answers log-normal, as ShareGPT's are, and scaled down) is
+replayed three ways on one engine. *Static*: a batch is whoever has arrived, up to a size, without
+waiting for it to be full; its rows are computed until its longest answer is done, and then comes
+the next one (prompts are not padded, and tokens are shown as they come: a mild form of it). *Whole
+prompts*: every step takes who is there, and all of a prompt at once. *Chunks*: every step takes as
+much prefill as running answers can bear, which is what chatkv does. Requests come faster than they
+are answered, so each way shows the most that it can do.
+
+TPOT is an answer's time per token, (last - first) / (tokens - 1); its p99 is over all answers. At
+the same p99 TPOT, that of the fastest static batch, chunks are to answer twice as many tokens. Gaps
+are those between two tokens; an average over an answer hides a stall, so when a long prompt
+arrives beside running answers, their p99 is looked at.
 """
 
 from __future__ import annotations
@@ -23,12 +26,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "store")]
 
 from bench_common import Figure, Options, run, say  # noqa: E402
+from traces import PROMPT_SIGMA, REPLY_SIGMA, log_normal  # noqa: E402
 
 SLOTS = 16  # answers at once at most, also the largest static batch
 STEPS_AT_ONCE = 24  # so many answers would have to run at once, were each as fast as one alone
@@ -39,17 +44,15 @@ class Sizes:
     """What is replayed. Tokens in means."""
 
     num_requests: int
-    short_prompt: int
-    long_prompt: int
+    prompt: int
     answer: int
     arriving_prompt: int  # beside RUNNING answers
     repeats: int
     at_once: tuple[int, ...]  # sizes of static batches, and limits of running answers
 
 
-QUICK = Sizes(48, 12, 96, 10, 512, 1, (8, SLOTS))
-FULL = Sizes(96, 24, 256, 32, 4096, 1, (8, 12, SLOTS))
-LONG_SHARE = 0.1  # of the prompts: what is new in a chat is shorter than its answer, mostly
+QUICK = Sizes(32, 6, 12, 512, 1, (8, SLOTS))
+FULL = Sizes(64, 12, 24, 4096, 1, (8, SLOTS))
 RUNNING = 4
 SEED = 20
 
@@ -68,6 +71,13 @@ class Request:
         return self.times[0] - self.arrives_s
 
     @property
+    def tpot_s(self) -> float | None:
+        """Seconds per token behind the first one; None where there is none."""
+        if len(self.times) < 2:
+            return None
+        return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
+
+    @property
     def gaps_s(self) -> list[float]:
         return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
@@ -78,6 +88,7 @@ class Served:
 
     tokens_per_s: float
     ttft_s: list[float]
+    tpot_s: list[float]  # of each answer
     gaps_s: list[float]
 
     @classmethod
@@ -87,12 +98,13 @@ class Served:
         return cls(
             tokens / (ended - requests[0].arrives_s),
             [request.ttft_s for request in requests],
+            [request.tpot_s for request in requests if request.tpot_s is not None],
             [gap for request in requests for gap in request.gaps_s],
         )
 
     @property
-    def worst_gap_s(self) -> float:
-        return percentile(self.gaps_s, 99)
+    def p99_tpot_s(self) -> float:
+        return percentile(self.tpot_s, 99)
 
 
 def measure(options: Options) -> list[Figure]:
@@ -141,7 +153,8 @@ def replay(engine: Any, sizes: Sizes, step_s: float) -> list[Figure]:
     ):
         for what, mine, theirs in (
             ("TTFT", served.ttft_s, baseline.ttft_s),
-            ("TPOT", served.gaps_s, baseline.gaps_s),
+            ("TPOT", served.tpot_s, baseline.tpot_s),
+            ("gaps", served.gaps_s, baseline.gaps_s),
         ):
             for share in (50, 99):
                 figures.append(
@@ -161,8 +174,8 @@ def at_equal_tpot(static: dict[int, Served], chunks: dict[int, Served]) -> Figur
     """The most tokens a second of either way whose p99 TPOT keeps to that of the fastest static
     batch."""
     size, fastest = max(static.items(), key=lambda one: one[1].tokens_per_s)
-    limit_s = fastest.worst_gap_s
-    within = [(one.tokens_per_s, n) for n, one in chunks.items() if one.worst_gap_s <= limit_s]
+    limit_s = fastest.p99_tpot_s
+    within = [(one.tokens_per_s, n) for n, one in chunks.items() if one.p99_tpot_s <= limit_s]
     best, at_once = max(within, default=(None, None))
     return Figure(
         "throughput at equal p99 TPOT, chunks",
@@ -180,28 +193,23 @@ def at_equal_tpot(static: dict[int, Served], chunks: dict[int, Served]) -> Figur
 def make_trace(sizes: Sizes, step_s: float, vocab_size: int) -> list[Request]:
     """The same requests each time, as fast as keeps a machine of this speed busy: a trace that
     leaves it idle measures nothing."""
-    import numpy as np
-
-    random = np.random.default_rng(SEED)
-    arrives_s, requests = 0.0, []
+    random, arrives_s, requests = Random(SEED), 0.0, []
     for _ in range(sizes.num_requests):
-        mean = sizes.long_prompt if random.random() < LONG_SHARE else sizes.short_prompt
-        length = int(mean * random.uniform(0.5, 1.5))
-        ids = random.integers(0, vocab_size, length).tolist()
-        # Answers are short mostly, and some are much longer.
-        num_tokens = int(np.clip(random.exponential(sizes.answer), 4, 4 * sizes.answer))
+        length = log_normal(random, sizes.prompt, PROMPT_SIGMA)
+        ids = [random.randrange(vocab_size) for _ in range(length)]
+        num_tokens = log_normal(random, sizes.answer, REPLY_SIGMA)
         requests.append(Request(arrives_s, ids, num_tokens))
-        arrives_s += random.exponential(sizes.answer * step_s / STEPS_AT_ONCE)
+        arrives_s += random.expovariate(STEPS_AT_ONCE / (sizes.answer * step_s))
     return requests
 
 
 class WholePrompts:
     """A step takes all of every prompt."""
 
-    def prefill_tokens(self, num_decoding: int) -> int:
+    def prefill_tokens(self, num_decoding: int) -> float:
         return sys.maxsize
 
-    def observe(self, num_decoding: int, num_prefilled: int, seconds: float) -> None:
+    def observe(self, num_decoding: int, num_prefilled: float, seconds: float) -> None:
         pass
 
 
@@ -241,7 +249,7 @@ def answer(
 
 def serve_static(engine: Any, requests: list[Request], size: int) -> Served:
     """One batch after the other, in this thread."""
-    from chatkv.engine.scheduler import Piece
+    from chatkv.engine.piece import Piece
     from chatkv.engine.sequence import TokenSequence
 
     began, waiting = time.perf_counter(), list(requests)
@@ -292,7 +300,7 @@ def long_prompt_arrives(engine: Any, sizes: Sizes) -> list[Figure]:
         middle = sorted(arrivals, key=lambda one: one.ratio)[len(arrivals) // 2]
         figures.append(
             Figure(
-                f"TPOT p99 of {RUNNING} running answers while {sizes.arriving_prompt} tokens are "
+                f"gaps p99 of {RUNNING} running answers while {sizes.arriving_prompt} tokens are "
                 f"read, {name}",
                 middle.beside_s * 1e3,
                 "ms",
@@ -308,7 +316,7 @@ def long_prompt_arrives(engine: Any, sizes: Sizes) -> list[Figure]:
 
 @dataclass(frozen=True)
 class Arrival:
-    before_s: float  # p99 TPOT of the running answers
+    before_s: float  # p99 of the gaps in the running answers
     beside_s: float  # the same, while the prompt is read
     ttft_s: float  # of the prompt
 
@@ -379,8 +387,12 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def spread(served: Served) -> str:
     ttft_s = percentile(served.ttft_s, 50)
-    p50_ms, p99_ms = percentile(served.gaps_s, 50) * 1e3, served.worst_gap_s * 1e3
-    return f"TTFT p50 {ttft_s:.3g} s, TPOT p50 {p50_ms:.3g} ms, p99 {p99_ms:.3g} ms"
+    p50_ms, p99_ms = percentile(served.tpot_s, 50) * 1e3, served.p99_tpot_s * 1e3
+    gap_ms = percentile(served.gaps_s, 99) * 1e3
+    return (
+        f"TTFT p50 {ttft_s:.3g} s, TPOT p50 {p50_ms:.3g} ms, p99 {p99_ms:.3g} ms, "
+        f"gaps p99 {gap_ms:.3g} ms"
+    )
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def measure(options: Options) -> list[Figure]:
 
 
 def step_costs(engine: Any, quick: bool) -> Iterator[Figure]:
-    from chatkv.engine.scheduler import Piece
+    from chatkv.engine.piece import Piece
     from chatkv.engine.sequence import TokenSequence
 
     for history in HISTORIES[quick]:

@@ -13,9 +13,9 @@ from gpu_rig import Rig
 from torch import Tensor
 
 from chatkv.engine.options import SamplingOptions
+from chatkv.engine.piece import Piece
 from chatkv.engine.runner import GRAPH_SIZES
 from chatkv.engine.sampling import Sampler
-from chatkv.engine.scheduler import Piece
 from chatkv.engine.sequence import TokenSequence
 from chatkv_kernels.linear import linear
 from chatkv_kernels.linear_quantised import (

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from chatkv.engine.on_device import engine_on
 from chatkv.engine.paged import PagedPool
+from chatkv.engine.piece import Piece
 from chatkv.engine.runner import PagedRunner
-from chatkv.engine.scheduler import Piece
 from chatkv.engine.sequence import TokenSequence
 from chatkv.model.config import ModelConfig
 from chatkv.model.weights import expected_shapes

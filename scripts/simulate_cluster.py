@@ -154,7 +154,7 @@ def _step_s(engine: Any, num_answers: int) -> float:
     """Seconds of a step that computes a token of each of so many answers; the first warm up."""
     import time
 
-    from chatkv.engine.scheduler import Piece
+    from chatkv.engine.piece import Piece
     from chatkv.engine.sequence import TokenSequence
 
     say(f"measuring a step of {num_answers} ...")

@@ -107,8 +107,8 @@ def _turns(random: Random, spec: TraceSpec) -> Sequence[TraceTurn]:
     turns: list[TraceTurn] = []
     room = spec.max_tokens - spec.system_tokens
     for index in range(_num_turns(random)):
-        prompt = _log_normal(random, spec.prompt_tokens, PROMPT_SIGMA)
-        reply = _log_normal(random, MEAN_REPLY_TOKENS, REPLY_SIGMA)
+        prompt = log_normal(random, spec.prompt_tokens, PROMPT_SIGMA)
+        reply = log_normal(random, MEAN_REPLY_TOKENS, REPLY_SIGMA)
         think_s = _think_s(random, spec)
         room -= prompt + reply
         if room < 0 and turns:
@@ -126,7 +126,7 @@ def _num_turns(random: Random) -> int:
     return 2 + int(random.expovariate(math.log1p(1 / more)))  # geometric with that mean
 
 
-def _log_normal(random: Random, mean: float, sigma: float) -> int:
+def log_normal(random: Random, mean: float, sigma: float) -> int:
     """At least 1, `mean` on average."""
     return max(1, round(random.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))
 

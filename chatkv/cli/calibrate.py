@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from chatkv.restore.cost import CostModel
 
 _TOKENS = 4096  # whose loading and computing is shown
+_ANSWERS = 4  # whose step is shown
 
 
 @click.command()
@@ -81,19 +82,25 @@ def _show(output: Output) -> None:
             Column("ERROR", lambda row: _error(row["load_error"]), is_number=True),
             Column("PREFILL", lambda row: _rate(row["prefill_4k_s"]), is_number=True),
             Column("ERROR", lambda row: _error(row["prefill_error"]), is_number=True),
+            Column("STEP", lambda row: _ms(row["step_s"]), is_number=True),
+            Column("BESIDE", lambda row: _tokens(row["prefill_beside"]), is_number=True),
             Column("SEEN", lambda row: f"{row['num_observations']:,}", is_number=True),
         ],
         empty="nothing is measured yet: `chatkv calibrate`, or just chat",
     )
     if rows and output.is_human:
         output.note(
-            "tokens a second for 4,096 tokens; ERROR: how far predictions were off lately; SEEN: "
-            "measurements and corrections so far"
+            "tokens a second for 4,096 tokens; ERROR: how far predictions were off lately; STEP: "
+            f"one token of {_ANSWERS} answers; BESIDE: tokens of prompts that are read beside it; "
+            "SEEN: measurements and corrections so far"
         )
 
 
 def _values(cost: CostModel) -> dict[str, Any]:
+    steps = cost.steps
     return asdict(cost) | {
+        "step_s": steps.plain_s(_ANSWERS) if steps else None,
+        "prefill_beside": steps.prefill_tokens(_ANSWERS) if steps else None,
         "prefill_4k_s": cost.prefill_s(0, _TOKENS),
         "load_4k_s": cost.load_s(_TOKENS),
     }
@@ -106,6 +113,11 @@ def _measured(found: Calibration) -> list[dict[str, Any]]:
         {"what": "prefill", "tokens": s.num_tokens, "seconds": s.seconds}
         | {"fitted_s": cost.prefill_s(0, s.num_tokens)}
         for s in found.prefill
+    ]
+    rows += [
+        {"what": "decode, answers", "tokens": s.num_tokens, "seconds": s.seconds}
+        | {"fitted_s": cost.steps.plain_s(s.num_tokens) if cost.steps else None}
+        for s in found.steps
     ]
     for number, loads in enumerate(found.loads):
         codec, cost = loads.codec, found.cost_of(loads) if number else found.cost
@@ -138,6 +150,10 @@ def _columns() -> list[Column]:
 
 def _ms(seconds: float | None) -> str:
     return "" if seconds is None else f"{1e3 * seconds:.1f} ms"
+
+
+def _tokens(count: float | None) -> str:
+    return "" if count is None else f"{count:.0f}"
 
 
 def _bytes(num_bytes: int | None) -> str:

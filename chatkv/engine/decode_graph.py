@@ -15,9 +15,9 @@ from torch import Tensor
 
 from chatkv.engine.device_draws import NUM_SETTINGS, draw_rows, settings_of
 from chatkv.engine.paged import PagedPool
+from chatkv.engine.piece import Piece
 from chatkv.engine.pool import BLOCK_TOKENS
 from chatkv.engine.sampling import Sampler
-from chatkv.engine.scheduler import Piece
 from chatkv.engine.sequence import TokenSequence
 from chatkv.model.batch import PagedBatch
 from chatkv.model.decoder import Decoder

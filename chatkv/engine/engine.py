@@ -18,10 +18,11 @@ from chatkv.engine.budget import CHUNK_TOKENS
 from chatkv.engine.draft_costs import DraftCosts
 from chatkv.engine.drafts import Draft
 from chatkv.engine.memory import Memory
+from chatkv.engine.piece import Piece
 from chatkv.engine.pool import BLOCK_TOKENS, Pool
 from chatkv.engine.runner import SpanRunner, runner_for
 from chatkv.engine.sampling import Sampler
-from chatkv.engine.scheduler import POLL_S, Cancelled, Piece, Scheduler
+from chatkv.engine.scheduler import POLL_S, Cancelled, Scheduler
 from chatkv.engine.sequence import TokenSequence
 from chatkv.engine.speculation import Speculation
 from chatkv.errors import ContextFull
@@ -52,7 +53,7 @@ class Engine:
         self.drafts: Engine | None = None
         self.predictor: Predictor | None = None
         self.runner = runner_for(self.decoder, self.pool)
-        self.scheduler = Scheduler(self._forward)
+        self.scheduler = Scheduler(self._forward, self.runner.num_layers)
         self.memory.on_leave = self.scheduler.leave
 
     def close(self) -> None:
@@ -96,7 +97,7 @@ class Engine:
         What `arriving` brings meanwhile is skipped. Waits for room that others are using.
 
         on_progress(done, total) is told after every chunk. Raises Cancelled and Preempted between
-        chunks, and ContextFull before anything is computed.
+        steps, and ContextFull before anything is computed.
         """
         total = len(sequence.ids)
         if total > self.max_tokens:
@@ -121,6 +122,11 @@ class Engine:
         is_background: bool,
     ) -> Tensor:
         total, since, logits = len(sequence.ids), time.monotonic(), None
+
+        def is_over() -> bool:
+            is_cancelled = cancelled is not None and cancelled()
+            return is_cancelled or self.memory.room.must_give_way(sequence)
+
         while sequence.num_cached < total:
             if cancelled is not None and cancelled():
                 raise Cancelled
@@ -137,9 +143,11 @@ class Engine:
                 if gap.behind is not None or gap.wait_layer is None:
                     sequence.num_cached = gap.start  # else that is not there yet
             try:
-                logits = self.scheduler.run(piece, cancelled)
+                logits = self.scheduler.run(piece, is_over)
             except LayerMissing:
                 continue  # the next gap begins where the KV ends
+            except Cancelled:
+                continue  # above it is told why, if it still is so
             if piece.hidden is not None:
                 sequence.trail.extend(piece.stop - len(piece.hidden), piece.hidden)
             if arriving is not None:
@@ -249,10 +257,10 @@ class Engine:
                 self.pool.wait_for_room(POLL_S)
         self.pool.notify()  # whoever comes next
 
-    def _forward(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
+    def _forward(self, pieces: Sequence[Piece]) -> Sequence[Tensor | None]:
         """One pass of the model over the new tokens of several sequences."""
         return self.runner.forward(pieces)
 
 
-def _ended(pieces: Sequence[Piece]) -> Sequence[Tensor]:
+def _ended(pieces: Sequence[Piece]) -> Sequence[Tensor | None]:
     raise AssertionError("the engine is closed")

@@ -8,8 +8,7 @@ the smallest that it fits into, its last rows standing for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -22,13 +21,13 @@ from chatkv.engine.decode_graph import DecodeGraph, Launch, Record, Row
 from chatkv.engine.device_draws import can_draw
 from chatkv.engine.options import SamplingOptions
 from chatkv.engine.paged import PagedPool
+from chatkv.engine.piece import Piece
 from chatkv.engine.pool import BLOCK_TOKENS, BlockPool, Pool, RunSpan
 from chatkv.engine.sampling import Sampler
-from chatkv.engine.scheduler import Piece
 from chatkv.engine.sequence import TokenSequence
 from chatkv.engine.trail import MAX_ROWS
 from chatkv.model.batch import PagedBatch
-from chatkv.model.decoder import Decoder
+from chatkv.model.decoder import Decoder, Pass
 
 # Where a token could not be drawn on the device, since the tail of its distribution counts, the
 # next ones hardly can: for so many steps none is launched ahead.
@@ -38,10 +37,14 @@ GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 class Runner(Protocol):
-    """Computes steps."""
+    """Computes steps. num_layers: into so many parts a pass can be cut, 1: none."""
 
-    def forward(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
-        """`Piece.logits` of each piece, on the CPU where its token is not drawn already."""
+    @property
+    def num_layers(self) -> int: ...
+
+    def forward(self, pieces: Sequence[Piece]) -> Sequence[Tensor | None]:
+        """`Piece.logits` of each piece, on the CPU where its token is not drawn already; None where
+        a piece has not been through all layers yet (`Piece.until`)."""
 
     def can_draw(self, sampler: Sampler) -> bool:
         """Whether steps that decode may draw the next token of this sampler (`Piece.sampler`)."""
@@ -57,29 +60,41 @@ def runner_for(decoder: Decoder, pool: Pool) -> Runner:
 
 
 class SpanRunner:
-    """Sequences one by one, over views of consecutive blocks."""
+    """Sequences one by one, over views of consecutive blocks; each stops at any layer."""
 
     keeps_hidden = False  # whether pieces get what drafts go on from
 
     def __init__(self, decoder: Decoder, pool: BlockPool) -> None:
         self.decoder, self.pool = decoder, pool
 
-    def forward(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
-        ids: list[int] = []
-        spans = []
+    @property
+    def num_layers(self) -> int:
+        return self.decoder.config.num_layers
+
+    def forward(self, pieces: Sequence[Piece]) -> Sequence[Tensor | None]:
+        passes = {piece: piece.passing or self._begin(piece) for piece in pieces}
+        stops = [piece.until or self.num_layers for piece in pieces]
+        self.decoder.advance(list(passes.values()), stops)
+        ended = [one for one, stop in zip(pieces, stops, strict=True) if stop == self.num_layers]
+        logits = dict(zip(ended, self._logits(ended, passes), strict=True)) if ended else {}
         for piece in pieces:
-            ids += piece.ids
-            run, is_draft = piece.sequence.run, bool(piece.draft)
-            spans.append(
-                RunSpan(self.pool, run, piece.start, piece.length, piece.wait_layer, is_draft)
-            )
-        device = self.decoder.device
-        wanted = wanted_rows(pieces, device)
-        keep = partial(_keep_hidden, pieces) if self.keeps_hidden else None
-        logits = self.decoder.forward(
-            torch.tensor(ids, device=device), spans, rows=wanted, keep=keep
-        )
-        return by_piece(logits, pieces)
+            piece.passing = None if piece in logits else passes[piece]
+        return [logits.get(piece) for piece in pieces]
+
+    def _begin(self, piece: Piece) -> Pass:
+        run, is_draft = piece.sequence.run, bool(piece.draft)
+        span = RunSpan(self.pool, run, piece.start, piece.length, piece.wait_layer, is_draft)
+        return self.decoder.begin(torch.tensor(piece.ids, device=self.decoder.device), span)
+
+    def _logits(self, pieces: Sequence[Piece], passes: Mapping[Piece, Pass]) -> list[Tensor]:
+        kept = [MAX_ROWS if self.keeps_hidden else 1 + len(piece.draft) for piece in pieces]
+        rows = [passes[piece].hidden[-most:] for piece, most in zip(pieces, kept, strict=True)]
+        parts = torch.split(self.decoder.normed(rows), [len(part) for part in rows])
+        if self.keeps_hidden:
+            for piece, part in zip(pieces, parts, strict=True):
+                piece.hidden = part.clone() if len(pieces) > 1 else part
+        wanted = [part[-1 - len(piece.draft) :] for piece, part in zip(pieces, parts, strict=True)]
+        return by_piece(self.decoder.logits(wanted), pieces)
 
     def can_draw(self, sampler: Sampler) -> bool:
         return False
@@ -102,6 +117,10 @@ class PagedRunner:
         self._ahead: Launch | None = None
         self._pause = 0  # steps
         self.num_ahead = 0  # steps that were on their way when turns asked for them
+
+    @property
+    def num_layers(self) -> int:
+        return 1
 
     def can_draw(self, sampler: Sampler) -> bool:
         return self._record is not None and can_draw(sampler)
@@ -204,12 +223,6 @@ def by_piece(logits: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
     """`Piece.logits` of each piece, from the logits of the rows that are wanted."""
     parts = torch.split(logits, [1 + len(piece.draft) for piece in pieces])
     return [part if piece.draft else part[0] for part, piece in zip(parts, pieces, strict=True)]
-
-
-def _keep_hidden(pieces: Sequence[Piece], hidden: Tensor) -> None:
-    """Give each piece the rows of its tokens, the last ones of a long one."""
-    for piece, rows in zip(pieces, torch.split(hidden, [p.length for p in pieces]), strict=True):
-        piece.hidden = rows[-MAX_ROWS:].clone() if len(rows) < len(hidden) else rows[-MAX_ROWS:]
 
 
 def _on_host(logits: Tensor) -> Tensor:

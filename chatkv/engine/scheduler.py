@@ -4,6 +4,9 @@ A turn runs in a thread of its own and asks for one piece of work at a time: the
 answer, or as much as may be of its prompt. One thread computes: it waits until every turn of the
 last step has asked again, adds as much prefill as the budget allows, and gives each turn its
 logits. (Continuous batching as in Orca, OSDI '22; chunked prefill as in Sarathi-Serve, OSDI '24.)
+Where a pass may stop between layers, prefill beside answers goes in chunks that fill the
+processor, in each step through as many layers as the answers can bear: shorter chunks would each
+walk through all weights, and through the whole history behind which they stand.
 So a turn reads from top to bottom, a slow reader holds up nobody, and a turn that ends, comes or is
 cancelled changes the next step and nothing else.
 
@@ -23,8 +26,9 @@ from torch import Tensor
 from chatkv.engine.budget import LEAST_TOKENS, StepBudget
 from chatkv.engine.calls import Call
 from chatkv.engine.draft_costs import DraftCosts
-from chatkv.engine.sampling import Sampler
+from chatkv.engine.piece import Piece
 from chatkv.engine.sequence import TokenSequence
+from chatkv.engine.shares import divide
 from chatkv.process import leave_cores_to_others
 
 # How long a step waits for a turn that is still busy with what the last step gave it: so much, or
@@ -35,8 +39,6 @@ GRACE = 0.25
 LATE_STEPS = 4
 # How often a turn that waits asks whether it is cancelled.
 POLL_S = 0.05
-# Background work that so many steps had no room for takes its share of the next one.
-MAX_PASSED_OVER = 32
 
 
 class Cancelled(Exception):
@@ -47,63 +49,13 @@ class EngineClosed(Exception):
     """The engine was closed under a turn."""
 
 
-@dataclass(eq=False)
-class Piece:
-    """The KV that a turn wants next: of ids[start:stop) of its sequence.
-
-    A step may compute only the front of a piece of prefill; the turn asks again for the rest.
-    draft: tokens that may follow, computed with it; their KV lies behind that of the sequence, to
-    be counted in by whoever accepts them.
-    wait_layer(layer) is called before a layer attends to KV that is still arriving: a step of its
-    own, since all of it may have to wait or to fail. front: a piece of the same sequence that is
-    computed in that step too, in front of what arrives.
-    """
-
-    sequence: TokenSequence
-    start: int
-    stop: int
-    since: float = 0.0  # when its turn began to prefill
-    is_decode: bool = False
-    is_background: bool = False
-    wait_layer: Callable[[int], None] | None = None
-    front: Piece | None = None
-    draft: Sequence[int] = ()
-    # How the token that follows is drawn, where the runner may draw it, and put it into `token`;
-    # and whether there is room for its KV, so that the step behind this one may begin.
-    sampler: Sampler | None = None
-    may_go_ahead: bool = False
-    token: int | None = None
-    # After the last token computed, [vocab_size] float32. With a draft: after the one in front of
-    # it and after each of its tokens, [1 + num_drafted, vocab_size].
-    logits: Tensor | None = None
-    # Out of the last norm, for each token computed, [length, hidden_size]; None: nobody keeps it.
-    hidden: Tensor | None = None
-    error: BaseException | None = None
-    is_started: bool = False
-    num_passed_over: int = 0  # steps that had no room for it
-    done: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def ids(self) -> Sequence[int]:
-        """All tokens to compute."""
-        ids = self.sequence.ids[self.start : self.stop]
-        return [*ids, *self.draft] if self.draft else ids
-
-    @property
-    def end(self) -> int:
-        """Of the sequence and its draft."""
-        return self.stop + len(self.draft)
-
-    @property
-    def length(self) -> int:
-        return self.end - self.start
-
-
 @dataclass
 class Scheduler:
-    """forward(pieces) computes each piece whole, and returns the logits after each."""
+    """forward(pieces) takes each piece through its layers, and returns the logits after each, None
+    for those that are not through yet. num_layers: into so many parts a pass can be cut."""
 
-    forward: Callable[[Sequence[Piece]], Sequence[Tensor]]
+    forward: Callable[[Sequence[Piece]], Sequence[Tensor | None]]
+    num_layers: int = 1
     budget: StepBudget = field(default_factory=StepBudget)
     draft_costs: DraftCosts = field(default_factory=DraftCosts)
     num_steps: int = 0
@@ -120,18 +72,19 @@ class Scheduler:
 
     def run(self, piece: Piece, cancelled: Callable[[], bool] | None = None) -> Tensor:
         """Have a piece computed, at least its front; its logits. Raises what `forward` raises, and
-        Cancelled where `cancelled` says so before its step has begun."""
+        Cancelled where `cancelled` says so before its last step has begun."""
         leave_cores_to_others()  # who asks only samples
         try:
             self._ask(piece)
             while not piece.done.wait(POLL_S if cancelled is not None else None):
-                if cancelled is not None and not piece.is_started and cancelled():
-                    raise Cancelled
+                if cancelled is not None and cancelled():
+                    break
         finally:
             self._withdraw(piece)
         if piece.error is not None:
             raise piece.error
-        assert piece.logits is not None
+        if piece.logits is None:
+            raise Cancelled
         return piece.logits
 
     def compute(self, work: Callable[[], None]) -> None:
@@ -178,6 +131,7 @@ class Scheduler:
         if piece.done.is_set():
             return
         with self._changed:
+            piece.is_withdrawn = True
             if piece in self._pending:
                 self._pending.remove(piece)
             self._last_steps.pop(piece.sequence, None)
@@ -250,56 +204,39 @@ class Scheduler:
         decodes = [piece for piece in self._pending if piece.is_decode]
         prefills = [piece for piece in self._pending if not piece.is_decode]
         tokens = self.budget.prefill_tokens(len(decodes) or len(self._late(self._last_tokens)))
-        return decodes + divide(prefills, tokens if decodes else max(tokens, LEAST_TOKENS))
+        if tokens and self.num_layers == 1:
+            tokens = max(int(tokens), LEAST_TOKENS)
+        return decodes + divide(
+            prefills, tokens if decodes else max(tokens, LEAST_TOKENS), self.num_layers
+        )
 
     def _step(self, pieces: Sequence[Piece]) -> None:
+        num_prefilled = sum(piece.work(self.num_layers) for piece in pieces if not piece.is_decode)
         began = time.perf_counter()
         try:
             for piece, logits in zip(pieces, self.forward(pieces), strict=True):
-                piece.logits = logits
-                piece.sequence.num_cached = piece.stop
+                if logits is not None:
+                    piece.logits = logits
+                    piece.sequence.num_cached = piece.stop
             if pieces[-1].wait_layer is None:  # else it may have waited most of the time
-                self._learn(pieces, time.perf_counter() - began)
+                self._learn(pieces, num_prefilled, time.perf_counter() - began)
         except BaseException as error:  # nobody may wait for a thread that has ended
             for piece in pieces:
                 piece.error = error
-        for piece in pieces:
-            piece.done.set()
+        with self._changed:
+            for piece in pieces:
+                is_over = piece.logits is not None or piece.error is not None
+                if is_over or piece.is_withdrawn:
+                    piece.passing = None
+                    piece.done.set()
+                else:  # there are more layers
+                    piece.is_started = False
+                    self._pending.append(piece)
 
-    def _learn(self, pieces: Sequence[Piece], seconds: float) -> None:
+    def _learn(self, pieces: Sequence[Piece], num_prefilled: float, seconds: float) -> None:
         num_decoding = sum(piece.is_decode for piece in pieces)
-        num_prefilled = sum(piece.length for piece in pieces if not piece.is_decode)
         self._step_s = seconds
         self.budget.observe(num_decoding, num_prefilled, seconds)
         if not num_prefilled:
             num_drafted = sum(len(piece.draft) for piece in pieces)
             self.draft_costs.observe(num_decoding, num_drafted, seconds)
-
-
-def divide(prefills: Sequence[Piece], tokens: int) -> list[Piece]:
-    """Share a step's tokens of prefill: half of them go to whoever has waited longest, so that each
-    has its turn, the others to the shortest pieces first, so that most need not wait. Background
-    work gets what is left then, unless many steps had nothing left. Pieces are cut to their parts.
-    """
-    shares: dict[Piece, int] = {}
-
-    def give(piece: Piece, most: int) -> None:
-        nonlocal tokens
-        part = min(piece.length - shares.get(piece, 0), most)
-        if part > 0:
-            shares[piece] = shares.get(piece, 0) + part
-            tokens -= part
-
-    for is_last in (False, True):
-        group = [
-            piece
-            for piece in prefills
-            if is_last is (piece.is_background and piece.num_passed_over < MAX_PASSED_OVER)
-        ]
-        if group:
-            give(min(group, key=lambda piece: piece.since), (tokens + 1) // 2)
-        for piece in sorted(group, key=lambda piece: piece.length):
-            give(piece, tokens)
-    for piece, share in shares.items():
-        piece.stop = piece.start + share
-    return list(shares)

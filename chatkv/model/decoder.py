@@ -7,6 +7,8 @@ conversation is, or how tokens are chosen.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +30,18 @@ from chatkv.model.rope import RopeTable
 from chatkv.model.weights import Weight, dense_weight
 from chatkv_kernels.rms_norm import add_rms_norm
 from chatkv_kernels.silu_mul import silu_mul
+
+
+@dataclass(eq=False)
+class Pass:
+    """New tokens of one sequence on their way through the layers.
+
+    hidden: [span.length, hidden_size], what the first `layer` layers have made of them.
+    """
+
+    span: Span
+    hidden: Tensor
+    layer: int = 0
 
 
 class Decoder:
@@ -97,8 +111,44 @@ class Decoder:
     @torch.inference_mode()
     def through_layers(self, ids: Tensor, batch: Batch) -> Tensor:
         """What comes out of the last layer, [num_new, hidden_size], before the last norm."""
-        hidden = F.embedding(ids, self.embedding)
-        for layer in self.layers:
+        return self._through(F.embedding(ids, self.embedding), batch, 0, len(self.layers))
+
+    @torch.inference_mode()
+    def begin(self, ids: Tensor, span: Span) -> Pass:
+        """The new tokens of one sequence, in front of the first layer. ids: [span.length]."""
+        return Pass(span, F.embedding(ids, self.embedding))
+
+    @torch.inference_mode()
+    def advance(self, passes: Sequence[Pass], stops: Sequence[int]) -> None:
+        """Take each pass through the layers in front of its stop. Those that go through a layer at
+        once read its weights together."""
+        for first, last in pairwise(sorted({one.layer for one in passes} | set(stops))):
+            there = [
+                one
+                for one, stop in zip(passes, stops, strict=True)
+                if one.layer == first and first < stop
+            ]
+            if there:
+                batch = SpanBatch([one.span for one in there], self.rope)
+                hidden = torch.cat([one.hidden for one in there])
+                hidden = self._through(hidden, batch, first, last)
+                lengths = [one.span.length for one in there]
+                for one, part in zip(there, torch.split(hidden, lengths), strict=True):
+                    one.hidden, one.layer = part, last
+
+    @torch.inference_mode()
+    def normed(self, hidden: Sequence[Tensor]) -> Tensor:
+        """What the last norm makes of rows, [rows, hidden_size] each, that went through all layers:
+        [all rows, hidden_size]."""
+        return self.norm(torch.cat(list(hidden)))
+
+    @torch.inference_mode()
+    def logits(self, normed: Sequence[Tensor]) -> Tensor:
+        """After each of such rows: [all rows, vocab_size] float32."""
+        return self.head(torch.cat(list(normed))).float()
+
+    def _through(self, hidden: Tensor, batch: Batch, first: int, last: int) -> Tensor:
+        for layer in self.layers[first:last]:
             hidden = layer.forward(hidden, batch)
         return hidden
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from chatkv.engine.engine import Engine
+from chatkv.engine.piece import Piece
 from chatkv.engine.pool import BlockPool, Pool, Run
 from chatkv.engine.sequence import TokenSequence
 from chatkv.restore.cost import CostModel
@@ -31,6 +32,7 @@ from chatkv_store.page_cache import forget, let_go
 from chatkv_store.writer import BlockWriter
 
 LENGTHS = (32, 256, 1024, 2048, 4096)
+ANSWERS = (1, 4)  # that steps are timed with
 OTHERS_TOKENS = 512  # of codecs that nothing is stored with yet
 _NAMESPACE = b"calibration".ljust(32, b"\0")
 
@@ -63,6 +65,7 @@ class Calibration:
     cost: CostModel
     prefill: tuple[Sample, ...]
     loads: tuple[Loads, ...]
+    steps: tuple[Sample, ...] = ()  # of so many answers, a token each
 
     def cost_of(self, loads: Loads) -> CostModel:
         """The model of another codec."""
@@ -90,6 +93,8 @@ def calibrate(
     sequence = TokenSequence()
     try:
         prefill = _time_prefill(engine, sequence, budget_s, progress)
+        progress(6)
+        steps = _time_steps(engine)
         progress(7)
         loads: list[Loads] = []
         for codec in codecs:
@@ -101,8 +106,9 @@ def calibrate(
         engine.pool.release(sequence.run)
         shutil.rmtree(scratch, ignore_errors=True)
     progress(10)
-    cost = fit_loads(fit_prefill(CostModel(), prefill), loads[0].warm)
-    return Calibration(replace(cost, num_observations=1), tuple(prefill), tuple(loads))
+    cost = fit_steps(fit_loads(fit_prefill(CostModel(), prefill), loads[0].warm), steps)
+    cost = replace(cost, num_observations=1)
+    return Calibration(cost, tuple(prefill), tuple(loads), tuple(steps))
 
 
 def fit_prefill(cost: CostModel, samples: Sequence[Sample]) -> CostModel:
@@ -149,6 +155,43 @@ def fit_loads(cost: CostModel, samples: Sequence[Sample]) -> CostModel:
         load_s_per_token=per_token,
         load_cpu_s_per_token=max(long.cpu_s / long.num_tokens, 1e-9),
     )
+
+
+def fit_steps(cost: CostModel, samples: Sequence[Sample]) -> CostModel:
+    """Through steps of few answers and of more; an answer more takes no less than nothing."""
+    if len(samples) < 2:
+        return cost
+    few, more = samples[0], samples[-1]
+    each_s = max(0.0, (more.seconds - few.seconds) / (more.num_tokens - few.num_tokens))
+    return replace(
+        cost, step_fixed_s=few.seconds - each_s * few.num_tokens, step_s_per_answer=each_s
+    )
+
+
+def _time_steps(engine: Engine) -> list[Sample]:
+    """Steps that only decode, behind a short prompt each."""
+    sequences = [TokenSequence(ids=list(range(24))) for _ in range(max(ANSWERS))]
+    samples = []
+    try:
+        for sequence in sequences:
+            engine.prefill(sequence)
+            engine.pool.reserve(sequence.run, len(sequence.ids) + 1, sequence.num_cached)
+            sequence.ids.append(0)
+        for count in ANSWERS:
+            times = []
+            for _ in range(4):  # the first one also warms the kernels up
+                pieces = [
+                    Piece(one, one.num_cached, one.num_cached + 1, is_decode=True)
+                    for one in sequences[:count]
+                ]
+                began = time.perf_counter()
+                engine.runner.forward(pieces)
+                times.append(time.perf_counter() - began)
+            samples.append(Sample(count, min(times)))
+    finally:
+        for sequence in sequences:
+            engine.pool.release(sequence.run)
+    return samples
 
 
 def _time_prefill(

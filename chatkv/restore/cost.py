@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from chatkv.engine.budget import CHUNK_TOKENS as STEP_TOKENS
+from chatkv.engine.budget import StepRates
 from chatkv.paths import write_note
 from chatkv.restore.meeting import layered_s
 from chatkv_store.layout import BLOCK_TOKENS
@@ -71,10 +72,20 @@ class CostModel:
     prefill_s_per_token: float = 500e-6
     prefill_s_per_token_pair: float = 50e-9
     load_cpu_s_per_token: float = 20e-6
+    # A step of n answers without prefill: fixed + n * per answer; None before it was measured.
+    step_fixed_s: float | None = None
+    step_s_per_answer: float | None = None
     num_observations: int = 0
     # Running means of |actual / predicted - 1|, None before the first turn.
     load_error: float | None = None
     prefill_error: float | None = None
+
+    @property
+    def steps(self) -> StepRates | None:
+        """What steps of running answers take, as measured."""
+        if self.step_fixed_s is None or self.step_s_per_answer is None:
+            return None
+        return StepRates(self.step_fixed_s, self.step_s_per_answer, self.prefill_s_per_token)
 
     def load_s(self, num_tokens: int) -> float:
         """Seconds to load the KV of num_tokens tokens into the pool."""

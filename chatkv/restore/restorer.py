@@ -139,6 +139,7 @@ class Restorer:
         self._fetching: Fetching | None = None
         self._costs, self._cost_key, self._label = costs, key, label
         self.cost = costs.load(key)
+        engine.scheduler.budget.expected = self.cost.steps or engine.scheduler.budget.expected
         self._frequencies = inverse_frequencies(engine.decoder.config)[0].numpy()
         self.reach = reach(engine.pool, layout)
         self._saver = (
@@ -263,6 +264,7 @@ class Restorer:
             self.engine, self.layout, self._frequencies, scratch, on_progress, codecs=codecs
         )
         self.cost = found.cost
+        self.engine.scheduler.budget.expected = self.cost.steps
         self._costs.save(self._cost_key, self._label, self.cost)
         return found
 

@@ -153,6 +153,7 @@ def test_calibrate_measures_fits_and_remembers(program: Program, model: str) -> 
     found = json.loads(program("calibrate", "--model", model, "--dtype", "float32", "--json").out)
     kinds = [row["what"] for row in found["measured"]]
     assert kinds.count("prefill") >= 2 and "load, lossless" in kinds
+    assert kinds.count("decode, answers") == 2
     sizes = {
         row["what"]: row["bytes_per_token"] for row in found["measured"] if "load" in row["what"]
     }
@@ -160,8 +161,9 @@ def test_calibrate_measures_fits_and_remembers(program: Program, model: str) -> 
     assert all(row["seconds"] > 0 for row in found["measured"])
     shown = json.loads(program("calibrate", "--show", "--json").out)
     assert {row["model"].rpartition(", ")[2] for row in shown} == {"cpu", "int8", "fp8", "int4"}
-    for name in ("load_s_per_token", "prefill_s_per_token", "prefill_fixed_s"):
+    for name in ("load_s_per_token", "prefill_s_per_token", "prefill_fixed_s", "step_fixed_s"):
         assert shown[0][name] == found[name]
+    assert shown[0]["prefill_beside"] > 0
     human = program("calibrate", "--show")
     assert "LOAD" in human.out and "llama3" in human.out
     assert "tokens a second" in human.err
@@ -172,12 +174,18 @@ def test_what_is_known_fits_a_terminal(terminal: Program, home: Path) -> None:
 
     path = home / "cache" / "costs.json"
     path.parent.mkdir()
-    cost = CostModel(load_error=0.04, prefill_error=1.5, num_observations=12_345)
+    cost = CostModel(
+        load_error=0.04,
+        prefill_error=1.5,
+        step_fixed_s=0.1,
+        step_s_per_answer=0.02,
+        num_observations=12_345,
+    )
     CostFile(path).save("key", "A-Model-With-A-Long-Name-135M-Instruct.Q4_1, bfloat16, cpu", cost)
     shown = terminal("calibrate", "--show", NO_COLOR="1").out
     (row,) = [line for line in shown.splitlines() if "A-Model" in line]
     assert len(row) <= 80
-    for part in ("±4%", "±150%", "12,345"):
+    for part in ("±4%", "±150%", "180.0 ms", "12,345"):
         assert part in row
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -14,8 +14,9 @@ from chatkv.engine.pool import BLOCK_TOKENS
 from chatkv.engine.scheduler import Cancelled, EngineClosed
 from chatkv.engine.sequence import TokenSequence
 from chatkv.errors import ContextFull
+from chatkv.model.decoder import Pass
 from chatkv.model.linear import packs_on_cpu
-from small_engine import Turn, answer, make_engine, some_ids
+from small_engine import CONFIG, Turn, answer, make_engine, some_ids
 
 DTYPES = [
     torch.float32,
@@ -65,6 +66,36 @@ def test_steps_are_shared(engine: Engine) -> None:
     for turn in turns:
         turn.result()
     assert engine.scheduler.num_steps < 4 * 30
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_prompt_read_layer_by_layer_changes_no_token(dtype: torch.dtype) -> None:
+    """Neither of its own answer nor of those beside it, which every slice gives another company."""
+    engine = make_engine(dtype=dtype)
+    engine.scheduler.budget.max_stall = 1.0001  # a layer of a chunk at a time
+    is_over, cut = threading.Event(), []
+    advance = engine.decoder.advance
+
+    def watched(passes: Sequence[Pass], stops: Sequence[int]) -> None:
+        advance(passes, stops)
+        cut.extend(one for one in passes if one.layer < CONFIG.num_layers)
+
+    engine.decoder.advance = watched  # type: ignore[method-assign]
+    beside = [
+        Turn(lambda n=n: answer(engine, some_ids(n, n), 400, cancelled=is_over.is_set))  # type: ignore[misc]
+        for n in (5, 66)
+    ]
+    while not engine.scheduler._last_tokens:
+        threading.Event().wait(0.001)
+    lengths = [64, 129, 300]
+    answers = [answer(engine, some_ids(n, n), 9) for n in lengths]
+    is_over.set()
+    for turn, n in zip(beside, (5, 66), strict=True):
+        made = turn.result()
+        assert made == alone(n, len(made), dtype)
+    engine.close()
+    assert len(cut) > 5, "else it would prove nothing"
+    assert answers == [alone(n, 9, dtype) for n in lengths]
 
 
 def test_a_cancelled_answer_ends_within_a_token_and_leaves_the_others(engine: Engine) -> None:
@@ -209,11 +240,11 @@ def test_an_answer_ends_where_memory_does() -> None:
 def test_an_error_reaches_every_turn_of_its_step_and_no_other(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward, poison = engine.decoder.forward, 95
+    begin, poison = engine.decoder.begin, 95
     monkeypatch.setattr(
         engine.decoder,
-        "forward",
-        lambda ids, spans, **_: 1 / 0 if poison in ids.tolist() else forward(ids, spans),
+        "begin",
+        lambda ids, span: 1 / 0 if poison in ids.tolist() else begin(ids, span),
     )
     goes_on, running = threading.Event(), threading.Event()
 
@@ -249,6 +280,7 @@ def test_a_slow_reader_holds_up_nobody(engine: Engine) -> None:
 def test_running_answers_get_tokens_while_a_long_prompt_is_read(engine: Engine) -> None:
     events: list[str] = []
     running = threading.Event()
+    engine.scheduler.budget.max_stall = 1.01
 
     def token(_: int) -> None:
         events.append("token")

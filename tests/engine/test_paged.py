@@ -21,9 +21,9 @@ from chatkv.engine.engine import Engine
 from chatkv.engine.memory import Memory
 from chatkv.engine.on_device import engine_on
 from chatkv.engine.paged import PagedPool
+from chatkv.engine.piece import Piece
 from chatkv.engine.pool import BLOCK_TOKENS, BlockPool, Pool, Run
 from chatkv.engine.runner import GRAPH_SIZES, PagedRunner
-from chatkv.engine.scheduler import Piece
 from chatkv.engine.sequence import TokenSequence
 from chatkv.engine.shift import take_out
 from chatkv.errors import ContextFull

@@ -11,14 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from chatkv.engine.scheduler import (
-    MAX_PASSED_OVER,
-    Cancelled,
-    Piece,
-    Scheduler,
-    divide,
-)
+from chatkv.engine.piece import Piece
+from chatkv.engine.scheduler import Cancelled, Scheduler
 from chatkv.engine.sequence import TokenSequence
+from chatkv.engine.shares import MAX_PASSED_OVER, SLICE_TOKENS, divide
+from chatkv.model.decoder import Pass
 from small_engine import Turn
 
 PIECES = st.lists(
@@ -57,6 +54,28 @@ def test_a_step_is_filled_and_shared(
             cut = min((lengths[p] for p in others if got[p] < lengths[p]), default=601)
             assert all(got[p] == lengths[p] for p in others if lengths[p] < cut)
             assert not any(got[p] for p in others if lengths[p] > cut), "the shortest come first"
+
+
+@settings(max_examples=50)
+@given(PIECES, st.floats(0.01, 512), st.integers(2, 40), st.data())
+def test_a_step_takes_layers_where_it_has_no_time_for_all(
+    wanted: list[tuple[int, float, bool, int]], tokens: float, num_layers: int, data: st.DataObject
+) -> None:
+    pieces = [piece(n, since=s, is_background=b, num_passed_over=p) for n, s, b, p in wanted]
+    for one in pieces:
+        if one.length <= 100 and data.draw(st.booleans()):
+            layer = data.draw(st.integers(1, num_layers - 1))
+            one.passing = Pass(None, torch.empty(0), layer)  # type: ignore[arg-type]
+    begun = {one: one.stop for one in pieces if one.passing is not None}
+    batch = divide(pieces, tokens, num_layers)
+    assert len(set(batch)) == len(batch) and bool(batch) is bool(pieces)
+    for one in batch:
+        assert one.until is not None and one.layer < one.until <= num_layers
+        assert one.stop == begun.get(one, one.stop), "tokens on their way stay together"
+        if one not in begun and one.until < num_layers:
+            assert one.length <= SLICE_TOKENS
+    done = sum(one.work(num_layers) for one in batch)
+    assert done <= tokens + 1e-6 or (len(batch) == 1 and batch[0].until == batch[0].layer + 1)
 
 
 # --- steps ------------------------------------------------------------------------------------
@@ -226,3 +245,65 @@ def test_an_error_ends_the_turns_of_its_step_alone(
                 turn.result()
     model.let()
     assert model.run(piece(2)).result() is not None
+
+
+# --- layers -----------------------------------------------------------------------------------
+
+
+class Layered(Recorder):
+    """The same, of a model of eight layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler.num_layers = 8
+
+    def forward(self, pieces: Sequence[Piece]) -> list[Tensor | None]:  # type: ignore[override]
+        logits = super().forward(pieces)
+        for one in pieces:
+            one.passing = Pass(None, torch.empty(0), one.until or 8)  # type: ignore[arg-type]
+        return [
+            after if one.layer == 8 else None for one, after in zip(pieces, logits, strict=True)
+        ]
+
+
+@pytest.fixture
+def layered() -> Iterator[Layered]:
+    model = Layered()
+    yield model
+    model.let(1000)
+    model.scheduler.close()
+
+
+def test_answers_go_on_while_a_prompt_is_on_its_way_through_the_layers(layered: Layered) -> None:
+    busy(layered)
+    prompt, sequence = piece(5000), TokenSequence()
+    reading = layered.run(prompt)
+    layered.pending(1)
+    token = layered.run(Piece(sequence, 0, 1, is_decode=True))
+    layered.pending(2)
+    layered.let(2)
+    token.result()
+    layered.stepped(3)
+    assert 0 < prompt.layer < 8 and prompt.sequence.num_cached == 0
+    layered.let(1000)
+    reading.result()
+    assert prompt.sequence.num_cached == prompt.stop == 7 + SLICE_TOKENS
+
+
+def test_a_cancel_ends_a_prompt_between_its_layers(layered: Layered) -> None:
+    busy(layered)
+    is_cancelled = threading.Event()
+    prompt = piece(5000)
+    reading = layered.run(prompt, is_cancelled.is_set)
+    token = layered.run(piece(1, is_decode=True))
+    layered.pending(2)
+    layered.let()
+    layered.stepped(2)
+    is_cancelled.set()
+    while not prompt.is_withdrawn:  # its turn waits for the step that is being computed
+        threading.Event().wait(0.001)
+    layered.let()
+    with pytest.raises(Cancelled):
+        reading.result()
+    token.result()
+    assert prompt.sequence.num_cached == 0 and prompt.passing is None

@@ -8,9 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatkv.engine.pool import BLOCK_TOKENS, BlockPool, Run
-from chatkv.restore.calibration import Sample, _untouch, fit_loads, fit_prefill
+from chatkv.restore.calibration import (
+    ANSWERS,
+    Sample,
+    _time_steps,
+    _untouch,
+    fit_loads,
+    fit_prefill,
+    fit_steps,
+)
 from chatkv.restore.cost import CostModel
-from small_engine import CONFIG
+from small_engine import CONFIG, make_engine
 
 LENGTHS = (32, 256, 1024, 4096)
 
@@ -81,3 +89,23 @@ def test_memory_that_is_given_back_is_the_runs_alone() -> None:
     num_lost = int((middle == 0).sum())
     assert num_lost > middle.numel() / 2, "whole pages are zeros"
     assert int((pool.kv == 0).sum()) == num_lost, "and no others"
+
+
+def test_steps_are_a_line_through_few_answers_and_more() -> None:
+    assert fit_steps(CostModel(), []).steps is None
+    rates = fit_steps(CostModel(), [Sample(1, 0.04), Sample(4, 0.055)]).steps
+    assert rates is not None and rates.plain_s(8) == pytest.approx(0.075)
+    tokens = rates.prefill_tokens(4, max_stall=1.5)
+    assert tokens * CostModel().prefill_s_per_token == pytest.approx(0.5 * 0.055)
+    # A machine that was busy for a moment does not make answers cheaper than none.
+    rates = fit_steps(CostModel(), [Sample(1, 0.06), Sample(4, 0.055)]).steps
+    assert rates is not None and rates.plain_s(8) == pytest.approx(0.06)
+
+
+def test_steps_of_a_model_are_measured_and_expected_of_it() -> None:
+    engine = make_engine()
+    samples = _time_steps(engine)
+    assert [sample.num_tokens for sample in samples] == list(ANSWERS)
+    assert all(sample.seconds > 0 for sample in samples)
+    assert engine.pool.free_blocks == 40
+    engine.close()
