@@ -107,6 +107,8 @@ def be_receiver() -> None:
     shape = (layout.num_layers, 2, layout.num_kv_heads, len(SAMPLE_IDS), layout.head_dim)
     kv = np.zeros(shape, layout.bits_dtype)
 
+    payload = memoryview(bytearray(layout.bytes_per_token * layout.block_tokens))
+
     def put(group: int, start: int, bits: Any) -> None:
         layers = layout.value_layers(group)
         kv[layers.start : layers.stop, :, :, start : start + bits.shape[3]] = bits
@@ -119,7 +121,7 @@ def be_receiver() -> None:
                 receiver.run(stream.read_into)
                 num_bytes, waited_s = receiver.received.num_bytes, receiver.received.waited_s
             else:
-                num_bytes, waited_s = read_only(stream.read_into)
+                num_bytes, waited_s = read_only(stream.read_into, payload)
             return float(num_bytes / (time.perf_counter() - began - waited_s))
 
     fetched(True)  # memory that is written for the first time takes longer
@@ -127,11 +129,11 @@ def be_receiver() -> None:
     print(json.dumps([list(rates) for rates in zip(*found, strict=True)]))
 
 
-def read_only(read_into: Callable[[memoryview], None]) -> tuple[int, float]:
+def read_only(read_into: Callable[[memoryview], None], payload: memoryview) -> tuple[int, float]:
     """Frames that are read and thrown away: how many bytes of KV, and when they began to come."""
     from chatkv.apart.wire import HEAD_BYTES, Kind, unpack_frame
 
-    head, payload = memoryview(bytearray(HEAD_BYTES)), memoryview(bytearray(64 << 20))
+    head = memoryview(bytearray(HEAD_BYTES))
     began, number, num_bytes, waited_s = time.perf_counter(), 0, 0, 0.0
     while True:
         read_into(head)
