@@ -203,6 +203,7 @@ def test_wheel_and_sdist_hold_all_three_packages(tmp_path: Path) -> None:
     } | {f"{name}/py.typed" for name in PACKAGES}
     page = REPOSITORY / "chatkv" / "server" / "static"
     expected |= {str(path.relative_to(REPOSITORY)) for path in page.rglob("*") if path.is_file()}
+    expected.add("chatkv/model/smollm2-135m-instruct.mtp.safetensors")
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}

@@ -9,8 +9,8 @@ from typing import Literal
 from chatkv.errors import UsageError
 
 # Where drafts of an answer come from: what was said before (ngram), modules or heads of the model's
-# own (mtp), a smaller model, or nowhere (off). auto: the first two, as far as the model has them,
-# where no other rounding is forbidden.
+# own (mtp), a smaller model, or nowhere (off). auto: the first, and the second where that is right
+# often enough; nowhere where another rounding is forbidden.
 Speculate = Literal["auto", "ngram", "mtp", "model", "off"]
 
 

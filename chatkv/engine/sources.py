@@ -13,6 +13,11 @@ from chatkv.engine.sampling import Sampler
 from chatkv.engine.sequence import TokenSequence
 from chatkv.engine.speculation import Speculation
 from chatkv.errors import UsageError
+from chatkv.model.mtp import Predictor
+
+# `auto` drafts by modules or heads whose first guess is right so often, as was measured when they
+# were trained: less hardly pays for looking at what they guess before each step.
+AUTO_FROM = 0.45
 
 
 def check_source(wanted: Speculate, engine: Engine) -> None:
@@ -26,6 +31,12 @@ def check_source(wanted: Speculate, engine: Engine) -> None:
         )
 
 
+def _who_predicts(predictor: Predictor) -> tuple[Speculate, ...]:
+    """What has modules or heads draft: auto too, where they may well pay."""
+    rate = predictor.acceptance
+    return ("mtp", "auto") if rate is None or rate >= AUTO_FROM else ("mtp",)
+
+
 def speculation(
     wanted: Speculate, engine: Engine, sequence: TokenSequence, sampler: Sampler
 ) -> Speculation:
@@ -37,10 +48,10 @@ def speculation(
     elif wanted == "model" and engine.drafts is not None:
         vocab_size = engine.decoder.config.vocab_size
         drafter = ModelDrafter(engine.drafts, sequence, sampler, vocab_size)
-    elif wanted == "ngram" or engine.predictor is None:
-        drafter = NgramDrafter()
-    else:
+    elif engine.predictor is not None and wanted in _who_predicts(engine.predictor):
         compute, is_asked_for = engine.scheduler.compute, wanted == "mtp"
         mtp = MtpDrafter(engine.predictor, sequence, sampler, compute, not is_asked_for)
         drafter = mtp if is_asked_for else BothDrafter(NgramDrafter(), mtp)
+    else:
+        drafter = NgramDrafter()
     return Speculation(drafter, engine.draft_costs)

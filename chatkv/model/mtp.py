@@ -132,16 +132,16 @@ class ParallelHead:
 class Predictor:
     """All that guesses behind one decoder: modules or heads, one of both is empty.
 
-    origin: where they came from, as people are told; window: positions that a module looks back
-    on, as it was trained.
+    window: positions that a module looks back on, as it was trained; acceptance: how often its
+    first guess is right in greedy answers, as was measured, None: unknown.
     """
 
     head: SharedHead
     embedding: Tensor
     modules: Sequence[Module] = ()
     heads: Sequence[ParallelHead] = ()
-    origin: str = ""
     window: int = 256
+    acceptance: float | None = None
 
 
 def _is_layer(name: str) -> bool:

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -116,14 +116,17 @@ def predictor_from(
     if vocabulary is not None:
         vocabulary = _sound_vocabulary(file, vocabulary.long(), config)
     head = SharedHead(decoder, _head_rows(decoder, weights), vocabulary)
-    if about.kind == "heads":
-        heads = [
-            ParallelHead(part["linear.weight"], part["linear.bias"])
-            for part in _parts(file, tensors, head_prefix, head_shapes(config), decoder.dtype)
-        ]
-        return Predictor(head, decoder.embedding, heads=heads, origin=str(file.name))
-    modules = _modules(file, tensors, decoder)
-    return Predictor(head, decoder.embedding, modules, origin=str(file.name), window=about.window)
+    found = Predictor(
+        head,
+        decoder.embedding,
+        window=about.window,
+        acceptance=next(iter(about.acceptance.get("greedy", [])), None),
+    )
+    if about.kind == "modules":
+        return replace(found, modules=_modules(file, tensors, decoder))
+    parts = _parts(file, tensors, head_prefix, head_shapes(config), decoder.dtype)
+    heads = [ParallelHead(part["linear.weight"], part["linear.bias"]) for part in parts]
+    return replace(found, heads=heads)
 
 
 def predictor_in_checkpoint(
@@ -142,7 +145,7 @@ def predictor_in_checkpoint(
         return None
     modules = _modules(files[0], found, decoder)
     head = SharedHead(decoder, _head_rows(decoder, weights), None)
-    return Predictor(head, decoder.embedding, modules, origin="the checkpoint")
+    return Predictor(head, decoder.embedding, modules)
 
 
 def find_predictor(

@@ -189,8 +189,8 @@ _ALL = (
         "CHATKV_SPECULATE",
         "--speculate",
         "Where guesses at the next tokens come from, which make answers faster and not other ones: "
-        "from what was said before (ngram), modules of the model's own (mtp), both as far as there "
-        "are any (auto), a smaller model, or nowhere (off).",
+        "from what was said before (ngram), modules of the model's own (mtp), both where these are "
+        "right often enough (auto), a smaller model, or nowhere (off).",
         CHATS,
     ),
     Setting(
