@@ -41,6 +41,11 @@ def available_bytes() -> int:
         for line in lines:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
+    return physical_bytes()
+
+
+def physical_bytes() -> int:
+    """All memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from chatkv.apart.wire import Model
+from chatkv.engine.auto_weights import ChosenWeights, choose_weights
 from chatkv.engine.device import Device, choose_device
 from chatkv.engine.draft_model import draft_engine
 from chatkv.engine.engine import Engine
@@ -67,9 +68,9 @@ class Runtime:
     """Everything behind a face, in this process.
 
     model: what `find_model` takes, None for the embedded default. dtype "auto" is what this
-    machine decodes faster; weights say how projections are stored, kv_codec how KV is. disk: the
-    process's, by default one of its own. device: see `choose_device`. prefill: a worker that may
-    compute prompts. Notices are lines that a user should see.
+    machine decodes faster; weights say how projections are stored ("auto": `choose_weights`),
+    kv_codec how KV is. disk: the process's, by default one of its own. device: see `choose_device`.
+    prefill: a worker that may compute prompts. Notices are lines that a user should see.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Runtime:
         kv_codec: str = "lossless",
         disk: Disk | None = None,
         device: Device | None = None,
-        weights: WantedWeights = "auto",
+        weights: WantedWeights | ChosenWeights = "auto",
         prefill: PrefillWorker | None = None,
     ) -> None:
         began = time.perf_counter()
@@ -95,7 +96,17 @@ class Runtime:
         files = find_model(model, folders.cache)
         where = choose_device(device)
         chosen = choose_dtype(folders.cache, where) if dtype == "auto" else dtype
-        quantised = None if weights == "auto" or weights == "full" else weights
+        # Tests and benchmarks that must not depend on the clock switch the measuring off.
+        measures = os.environ.get("CHATKV_CALIBRATE") != "0"
+        if isinstance(weights, ChosenWeights):
+            self.weights = weights
+        elif weights != "auto":
+            self.weights = ChosenWeights(weights, "as was asked for")
+        else:
+            self.weights = choose_weights(files, chosen, where, folders, measures, on_progress)
+        if self.weights.is_lossy:
+            self.notices.append(f"{self.weights.weights} weights: {self.weights.why}")
+        quantised = None if self.weights.weights == "full" else self.weights.weights
         self.prepared = prepare(files, chosen, folders.models, on_progress, quantised)
         if on_progress is not None:
             on_progress("loading the model", 0, 1)
@@ -119,9 +130,7 @@ class Runtime:
         if on_progress is not None:
             on_progress("loading the model", 1, 1)
         self.load_model_ms = (time.perf_counter() - began) * 1e3
-        # Tests and benchmarks that must not depend on the clock switch the measuring off.
         wants_rates = self.restorer.disk is not None and not self.restorer.is_calibrated
-        measures = os.environ.get("CHATKV_CALIBRATE") != "0"
         self.engine.draft_costs.is_fixed = not measures
         if wants_rates and measures:
             with suppress(StoreError, OSError):  # no room to measure in: guesses will do
@@ -277,6 +286,7 @@ class Runtime:
             "spec": self.model_spec,
             "dtype": self.prepared.dtype,
             "weights": self.prepared.stored,
+            "weights_why": self.weights.why,
             "device": self.engine.decoder.device.type,
             "gpu_bytes": asdict(self.ledger) if self.ledger is not None else None,
             "context": self.engine.max_tokens,

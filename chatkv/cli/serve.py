@@ -11,7 +11,7 @@ import click
 from chatkv.cli.device import device_option
 from chatkv.cli.options import setting_option, values_in_force
 from chatkv.cli.output import Output, count, output_options, size
-from chatkv.cli.told import model_line
+from chatkv.cli.told import model_lines
 from chatkv.errors import UsageError
 from chatkv.paths import Folders, folders
 from chatkv.session.request import Role
@@ -177,7 +177,8 @@ def status(output: Output) -> None:
         ]
     )
     for model in found["models"]:
-        output.line(model_line(model))
+        for line in model_lines(model):
+            output.line(line)
 
 
 @click.command()

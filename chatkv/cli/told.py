@@ -55,17 +55,19 @@ def state(found: dict[str, Any]) -> list[str]:
     num_open, num_answering = len(found["open_sessions"]), len(found["answering"])
     return [
         f"computing in {where}, {size(found['memory_bytes'])} of memory",
-        *map(model_line, found["models"]),
+        *(line for model in found["models"] for line in model_lines(model)),
         f"{plural(num_open, 'conversation')} open, {count(num_answering)} answering",
     ]
 
 
-def model_line(model: dict[str, Any]) -> str:
-    """A model that is loaded, and how much of its memory for KV is taken."""
+def model_lines(model: dict[str, Any]) -> list[str]:
+    """A model that is loaded, how much of its memory for KV is taken, and why its weights are
+    stored so."""
     kv, numbers = model["kv_tokens"], str(model["dtype"])
     if model["weights"] != "full":
         numbers += f" with {model['weights']} weights"
-    return (
+    return [
         f"{model['model']}  {numbers} on {model['device']}, KV of "
-        f"{count(kv['total'] - kv['free'])} of {count(kv['total'])} tokens in memory"
-    )
+        f"{count(kv['total'] - kv['free'])} of {count(kv['total'])} tokens in memory",
+        f"  {model['weights']} weights: {model['weights_why']}",
+    ]

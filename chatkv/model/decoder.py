@@ -17,6 +17,7 @@ from torch import Tensor
 from chatkv.model.batch import Attention, Batch, PagedBatch, Span, SpanBatch
 from chatkv.model.config import ModelConfig
 from chatkv.model.linear import Linear
+from chatkv.model.mapped import drop_pages
 from chatkv.model.norm import RmsNorm
 from chatkv.model.quantise import can_join, join, to_device
 from chatkv.model.quantised_linear import (
@@ -72,7 +73,7 @@ class Decoder:
         self.dtype = embedding.dtype
         self.embedding = embedding
         self.norm = RmsNorm(made.tensor("model.norm.weight"), config.norm_eps, fused)
-        self.head = Linear(embedding if config.tie_embeddings else made.tensor("lm_head.weight"))
+        self.head = made.head("model.embed_tokens" if config.tie_embeddings else "lm_head")
         self.max_position = max_position or config.max_position
         self.rope = RopeTable(config, self.max_position, self.dtype, self.device)
         self.layers: list[Layer] = []
@@ -166,16 +167,26 @@ class LayerWeights:
 
     def linear(self, names: Sequence[str], has_bias: bool) -> AnyLinear:
         """Matrices that read the same input, as one, where they are stored alike."""
-        bias = torch.cat([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
         matrices = [self._weights[f"{name}.weight"] for name in names]
         quantised = [one for one in matrices if not isinstance(one, Tensor)]
-        if not quantised:
-            return Linear(torch.cat([self.tensor(f"{name}.weight") for name in names]), bias)
-        if len(quantised) < len(names) or not can_join(quantised):
+        if quantised and (len(quantised) < len(names) or not can_join(quantised)):
             return Beside([self.linear([name], has_bias) for name in names])
-        joined = to_device(join(quantised), self._device)
-        dtype = self.tensor("model.norm.weight").dtype
-        return QuantisedLinear(joined, bias, dtype, self._few_rows)
+        bias = torch.cat([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
+        if quantised:
+            joined = to_device(join(quantised), self._device)
+            dtype = self.tensor("model.norm.weight").dtype
+            made: AnyLinear = QuantisedLinear(joined, bias, dtype, self._few_rows)
+        else:
+            made = Linear(torch.cat([self.tensor(f"{name}.weight") for name in names]), bias)
+        for matrix in matrices:  # copied by now
+            drop_pages(matrix)
+        return made
+
+    def head(self, name: str) -> Linear:
+        made = Linear(self.tensor(f"{name}.weight"))
+        if made.packed:
+            drop_pages(self._weights[f"{name}.weight"])  # an embedding's rows come again one by one
+        return made
 
 
 class Layer:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 
+from chatkv.engine.auto_weights import ChosenWeights, choose_weights
 from chatkv.engine.device import choose_device
 from chatkv.errors import UsageError
+from chatkv.model.catalog import find_model
 from chatkv.model.dtype import choose_dtype
+from chatkv.model.prepared import Dtype
 from chatkv.paths import Folders
 from chatkv.process import prepare_to_compute
 from chatkv.restore.disk import Disk
@@ -45,6 +49,8 @@ class Models:
         self._lock, self._let_go, self._prefill = lock, let_go, prefill
         self._loading = threading.Lock()  # one at a time: both would need the whole machine
         self._disk: Disk | None = None
+        # What "auto" means of weights, as long as this process lives.
+        self._choices: dict[tuple[str | None, str], ChosenWeights] = {}
         self._loaded: dict[tuple[str | None, str, str], Runtime] = {}  # the last used one last
         self._is_closed = False
 
@@ -59,12 +65,14 @@ class Models:
         # A session remembers the dtype that "auto" once meant: both are the same model.
         if dtype == "auto":
             dtype = choose_dtype(self._folders.cache, choose_device())
-        if weights == "auto":
-            weights = "full"
-        key = (model, dtype, weights)
+        chosen = self._choices.get((model, dtype)) if weights == "auto" else None
+        key = (model, dtype, weights if chosen is None else chosen.weights)
         if (known := self._known(key)) is not None:
             return known
         with self._loading:
+            if weights == "auto":
+                chosen = self._choose(model, dtype, on_progress)
+                key = (model, dtype, chosen.weights)
             if (known := self._known(key)) is not None:
                 return known
             self._make_room()
@@ -77,7 +85,7 @@ class Models:
                 dtype,
                 on_progress,
                 disk=self._disk,
-                weights=weights,
+                weights=chosen or weights,
                 prefill=self._prefill,
             )
             with self._lock:
@@ -86,6 +94,17 @@ class Models:
                     return runtime
             runtime.close()
             raise closed()
+
+    def _choose(
+        self, model: str | None, dtype: Dtype, on_progress: Progress | None
+    ) -> ChosenWeights:
+        if (model, dtype) not in self._choices:
+            folders, measures = self._folders, os.environ.get("CHATKV_CALIBRATE") != "0"
+            files = find_model(model, folders.cache)
+            self._choices[model, dtype] = choose_weights(
+                files, dtype, choose_device(), folders, measures, on_progress
+            )
+        return self._choices[model, dtype]
 
     @property
     def loaded(self) -> list[Runtime]:

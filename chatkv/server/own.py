@@ -212,6 +212,7 @@ def describe(held: Held) -> dict[str, Any]:
         "model": runtime.prepared.name,
         "dtype": runtime.prepared.dtype,
         "weights": runtime.prepared.stored,
+        "weights_why": runtime.weights.why,
         "num_tokens": len(conversation.log),
         "max_tokens": runtime.engine.max_tokens,
         "notices": list(runtime.notices),

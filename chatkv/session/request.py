@@ -52,7 +52,8 @@ def find(conversations: Conversations, request: ChatRequest) -> Found:
         session,
         request.model or settings.get("model"),
         request.dtype or settings.get("dtype") or "auto",
-        request.weights or settings.get("weights") or "auto",
+        # A session that was begun before there was a choice has KV of full weights.
+        request.weights or settings.get("weights") or ("full" if "dtype" in settings else "auto"),
         request.kv_codec or settings.get("kv_codec") or "lossless",
     )
 
