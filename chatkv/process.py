@@ -44,6 +44,12 @@ def available_bytes() -> int:
     return physical_bytes()
 
 
+def resident_bytes() -> int:
+    """Memory that this process takes."""
+    with open("/proc/self/statm") as pages:
+        return int(pages.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def physical_bytes() -> int:
     """All memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -16,11 +16,13 @@ from typing import Any, Literal
 import torch
 
 from chatkv.apart.wire import Model
+from chatkv.engine.admission import admit
 from chatkv.engine.auto_weights import ChosenWeights, choose_weights
 from chatkv.engine.device import Device, choose_device
 from chatkv.engine.draft_model import draft_engine
 from chatkv.engine.engine import Engine
 from chatkv.engine.ledger import Ledger
+from chatkv.engine.needs import Needs
 from chatkv.engine.on_device import engine_on
 from chatkv.engine.pool import BLOCK_TOKENS, BlockPool
 from chatkv.errors import ChatkvError, ModelError
@@ -34,7 +36,7 @@ from chatkv.model.template import ChatTemplate
 from chatkv.model.tokenizer import Tokenizer
 from chatkv.model.weights import TORCH_DTYPES, load_weights
 from chatkv.paths import Folders
-from chatkv.process import available_bytes, prepare_to_compute
+from chatkv.process import available_bytes, prepare_to_compute, resident_bytes
 from chatkv.restore.calibration import Calibration
 from chatkv.restore.cost import CostFile, cost_key
 from chatkv.restore.disk import Disk
@@ -93,6 +95,7 @@ class Runtime:
         self.notices: list[str] = []
         self._open = ExitStack()
         prepare_to_compute()
+        resident = resident_bytes()
         files = find_model(model, folders.cache)
         where = choose_device(device)
         chosen = choose_dtype(folders.cache, where) if dtype == "auto" else dtype
@@ -110,6 +113,10 @@ class Runtime:
         self.prepared = prepare(files, chosen, folders.models, on_progress, quantised)
         if on_progress is not None:
             on_progress("loading the model", 0, 1)
+        self.needs: Needs | None = None  # of main memory
+        if where.type == "cpu":
+            config, stored = self.prepared.config, self.weights.weights
+            self.needs = admit(files, config, chosen, stored, resident)
         self._memory_bytes = int(available_bytes() * POOL_SHARE_OF_MEMORY)
         self.tokenizer = Tokenizer.from_prepared(self.prepared)
         # A template that fails does so now, and the first turn need not wait for its compiler.

@@ -1,6 +1,7 @@
 #!/usr/bin/env python
-"""What weights of fewer bits save: decode and prefill with projections in 16, 8 and 4 bits, beside
-our own bfloat16 and, where it is to be had, llama.cpp on the same file and threads.
+"""What weights of fewer bits save: decode and prefill with projections of 8 and 4 bits, beside our
+own full ones in bfloat16, in the dtype that this machine would use, and, where it is to be had,
+llama.cpp on the same file and threads.
 
 llama.cpp is asked where CHATKV_LLAMA_PYTHON names a Python that has llama-cpp-python: it is no
 dependency of anything here.
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import chatkv  # noqa: F401  before torch: it says how OpenMP's threads wait
@@ -32,13 +34,12 @@ from chatkv.model.config import ModelConfig
 from chatkv.model.decoder import Decoder
 from chatkv.model.dtype import choose_dtype
 from chatkv.model.few_rows import MeasuredRows
-from chatkv.model.prepared import Quantised, prepare
+from chatkv.model.prepared import Dtype, Quantised, prepare
 from chatkv.model.quantise import is_quantised, quantise
 from chatkv.model.weights import TORCH_DTYPES, Weight, expected_shapes, load_weights
 from chatkv.process import prepare_to_compute
 
-ROUNDS = 3
-KINDS: tuple[Quantised | None, ...] = (None, "int8", "int4")
+KINDS: tuple[Quantised, ...] = ("int8", "int4")
 # The shape of Llama 3.2 1B, with a small vocabulary: its head is not quantised.
 ONE_B = ModelConfig("llama", 32_000, 2048, 8192, 16, 32, 8, 64, 1e-5, 5e5, 4096)
 LLAMA = """
@@ -86,37 +87,47 @@ class Talk:
         self.times.append(time.perf_counter() - began)
 
 
-def smollm2(kind: Quantised | None, folder: Path, context: int) -> Decoder:
-    prepared = prepare(find_model(None, folder), "bfloat16", folder, None, kind)
-    few_rows = MeasuredRows(folder, TORCH_DTYPES["bfloat16"])
+def smollm2(kind: Quantised | None, dtype: Dtype, folder: Path, context: int) -> Decoder:
+    prepared = prepare(find_model(None, folder), dtype, folder, None, kind)
+    few_rows = MeasuredRows(folder, TORCH_DTYPES[dtype])
     return Decoder(prepared.config, load_weights(prepared), context, few_rows=few_rows)
 
 
-def one_b(kind: Quantised | None, folder: Path, context: int) -> Decoder:
+def one_b(
+    kind: Quantised | None, dtype: Dtype, config: ModelConfig, folder: Path, context: int
+) -> Decoder:
     """Random weights; every layer has the same ones, each in memory of its own."""
     layer: dict[str, Weight] = {}
     weights: dict[str, Weight] = {}
-    for name, shape in expected_shapes(ONE_B).items():
+    for name, shape in expected_shapes(config).items():
         part = name.partition("layers.")[2].partition(".")[2] or name
         if part not in layer:
             made = torch.empty(shape).uniform_(-0.02, 0.02)
-            quantised = kind is not None and is_quantised(name)
-            layer[part] = quantise(made, kind) if quantised and kind else made.bfloat16()
+            is_full = kind is None or not is_quantised(name)
+            layer[part] = made.to(TORCH_DTYPES[dtype]) if is_full else quantise(made, kind)
         weights[name] = layer[part]
-    few_rows = MeasuredRows(folder, TORCH_DTYPES["bfloat16"])
-    return Decoder(ONE_B, weights, context, few_rows=few_rows)
+    few_rows = MeasuredRows(folder, TORCH_DTYPES[dtype])
+    return Decoder(config, weights, context, few_rows=few_rows)
+
+
+def forms(native: Dtype) -> dict[str, tuple[Quantised | None, Dtype]]:
+    """Name -> kind of weights and dtype: full ones in bfloat16 and in this machine's own dtype,
+    fewer bits in that."""
+    full: dict[str, tuple[Quantised | None, Dtype]] = {"bfloat16": (None, "bfloat16")}
+    full[native] = (None, native)
+    return full | {kind: (kind, native) for kind in KINDS}
 
 
 def talks(
-    decoders: Mapping[str, Decoder], context: int, steps: int
+    decoders: Mapping[str, Decoder], context: int, steps: int, rounds: int
 ) -> dict[str, tuple[float, float]]:
-    """Of each kind of weights: tokens of prefill a second, and milliseconds of a decode step.
+    """Of each form: tokens of prefill a second, and milliseconds of a decode step.
 
     One engine at a time, in rounds: the threads of several would wait for each other's.
     """
     prefill: dict[str, list[float]] = {name: [] for name in decoders}
     decode: dict[str, list[float]] = {name: [] for name in decoders}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, decoder in decoders.items():
             talk = Talk(decoder, context, steps)
             with talk.opened():
@@ -145,68 +156,69 @@ def llama(path: Path, context: int, steps: int) -> float | None:
 
 
 def figures_of(
-    model: str, context: int, measured: Mapping[str, tuple[float, float]]
+    model: str, context: int, native: Dtype, measured: Mapping[str, tuple[float, float]]
 ) -> list[Figure]:
-    base_prefill, base_decode = measured["full"]
-    made = [
-        Figure(f"{model}, {context} tokens: prefill, full", base_prefill, "token/s"),
-        Figure(f"{model}, {context} tokens: decode, full", base_decode, "ms", less_is_better=True),
-    ]
-    for kind, (prefill, decode) in measured.items():
-        if kind == "full":
-            continue
-        made.append(
-            Figure(
-                f"{model}, {context} tokens: decode, {kind}",
-                decode,
-                "ms",
-                base_decode,
-                "our bfloat16",
-                goal=2.0 if kind == "int4" else None,
-                less_is_better=True,
+    about = f"{model}, {context} tokens"
+    full = [name for name in measured if name not in KINDS]
+    made = []
+    for name in full:
+        prefill, decode = measured[name]
+        made.append(Figure(f"{about}: prefill, full in {name}", prefill, "token/s"))
+        made.append(Figure(f"{about}: decode, full in {name}", decode, "ms", less_is_better=True))
+    for kind in KINDS:
+        prefill, decode = measured[kind]
+        for base in full:
+            made.append(
+                Figure(
+                    f"{about}: decode, {kind}",
+                    decode,
+                    "ms",
+                    measured[base][1],
+                    f"our {base}",
+                    goal=2.0 if kind == "int4" and base == "bfloat16" else None,
+                    less_is_better=True,
+                )
             )
-        )
+        base_prefill = measured[native][0]
         made.append(
-            Figure(
-                f"{model}, {context} tokens: prefill, {kind}",
-                prefill,
-                "token/s",
-                base_prefill,
-                "our bfloat16",
-            )
+            Figure(f"{about}: prefill, {kind}", prefill, "token/s", base_prefill, f"our {native}")
         )
     return made
 
 
+def to_llama(context: int, decode_ms: float, folder: Path, steps: int) -> Figure:
+    theirs = llama(find_model(None, folder).path, context, steps)
+    return Figure(
+        f"SmolLM2, {context} tokens: decode, int4, to llama.cpp",
+        decode_ms if theirs is not None else None,
+        "ms",
+        theirs,
+        "llama.cpp, Q4_1",
+        goal=0.8,
+        less_is_better=True,
+        note=None if theirs is not None else "CHATKV_LLAMA_PYTHON names no Python",
+    )
+
+
 def measure(options: Options) -> list[Figure]:
     prepare_to_compute()
-    steps = 16 if options.quick else 40
+    steps, rounds = (16, 2) if options.quick else (40, 3)
+    contexts = (512,) if options.quick else (512, 4096)
+    config = replace(ONE_B, num_layers=4) if options.quick else ONE_B
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        if choose_dtype(folder, torch.device("cpu")) != "bfloat16":
-            print("bfloat16 is slow on this CPU: what is measured here is not what it would use")
-        contexts = (512,) if options.quick else (512, 4096)
-        decoders = {kind or "full": smollm2(kind, folder, 8192) for kind in KINDS}
+        native = choose_dtype(folder, torch.device("cpu"))
+        asked = forms(native)
+        decoders = {name: smollm2(*form, folder, 8192) for name, form in asked.items()}
         for context in contexts:
-            measured = talks(decoders, context, steps)
-            figures += figures_of("SmolLM2", context, measured)
-            theirs = llama(find_model(None, folder).path, context, steps)
-            figures.append(
-                Figure(
-                    f"SmolLM2, {context} tokens: decode, int4, to llama.cpp",
-                    measured["int4"][1] if theirs is not None else None,
-                    "ms",
-                    theirs,
-                    "llama.cpp, Q4_1",
-                    goal=0.8,
-                    less_is_better=True,
-                    note=None if theirs is not None else "CHATKV_LLAMA_PYTHON names no Python",
-                )
-            )
+            measured = talks(decoders, context, steps, rounds)
+            figures += figures_of("SmolLM2", context, native, measured)
+            figures.append(to_llama(context, measured["int4"][1], folder, steps))
         del decoders
-        big = {kind or "full": one_b(kind, folder, 1024) for kind in (None, "int4")}
-        figures += figures_of("1B", 256, talks(big, 256, steps // 2))
+        big = {name: one_b(*form, config, folder, 1024) for name, form in asked.items()}
+        name = f"1B, {config.num_layers} layers"
+        figures += figures_of(name, 128, native, talks(big, 128, steps // 2, rounds))
     return figures
 
 

@@ -71,8 +71,11 @@ def show(
     config = about.config
     chosen, device = _chosen(dtype)
     context = min(context or config.max_position, config.max_position)
-    layouts = own_layouts(files, config) if weights == "own" else {}
-    needs, free = _needs(config, chosen, device, context, sessions, weights, layouts)
+    taken, why = _taken(files, chosen, device, weights)
+    own = own_layouts(files, config)
+    layouts = own if taken == "own" else {}
+    needs, free = _needs(files, config, chosen, device, context, sessions, taken, own)
+    choices = _choices(files, config, chosen, device, context, sessions, own)
     values: dict[str, Any] = {
         **(row(known) if known is not None else {"model": files.name, "path": str(files.path)}),
         "architecture": config.architecture,
@@ -87,8 +90,9 @@ def show(
         "sliding_window": config.sliding_window,
         "template": about.template,
         "computes_in": chosen,
-        "weights": "full" if weights == "auto" else weights,
-        "matrices": _matrices(files, config, layouts) if weights == "own" else [],
+        "weights": taken,
+        "weights_why": why,
+        "matrices": _matrices(files, config, layouts) if taken == "own" else [],
         "device": device,
         "kv_bytes_per_token": _kv_bytes(config, chosen, files),
         "digest": _digest(files),
@@ -97,6 +101,7 @@ def show(
         "memory": {
             "context": context,
             "sessions": sessions,
+            "program_bytes": needs.program,
             "weights_bytes": needs.weights,
             "work_bytes": needs.work,
             "kv_bytes": needs.kv,
@@ -105,6 +110,7 @@ def show(
             "kv_room_bytes": needs.room,
             "sessions_that_fit": needs.num_sessions,
             "fits": needs.fits,
+            "choices": choices,
         },
     }
     if output.is_human:
@@ -130,31 +136,82 @@ def _chosen(dtype: str) -> tuple[Any, str]:
     return (choose_dtype(place.cache, device) if dtype == "auto" else dtype), device.type
 
 
+def _taken(files: ModelFiles, dtype: Any, device: str, weights: str) -> tuple[str, str]:
+    """How weights would be stored, and why. Nothing is measured for it."""
+    import torch
+
+    from chatkv.engine.auto_weights import remembered_weights
+
+    if weights != "auto":
+        return weights, "as was asked for"
+    chosen = remembered_weights(files, dtype, torch.device(device), folders())
+    if chosen is None:
+        return "full", "until it is found out whether others are better, when it is first used"
+    return chosen.weights, chosen.why
+
+
 def _needs(
+    files: ModelFiles,
     config: ModelConfig,
-    dtype: str,
+    dtype: Any,
     device: str,
     context: int,
     sessions: int,
     weights: str,
-    layouts: Mapping[str, Layout],
+    own: Mapping[str, Layout],
 ) -> tuple[Needs, int]:
     """The memory that is needed, and how much is free."""
-    from chatkv.engine.needs import Asked, needs_on_cpu, needs_on_gpu
+    from chatkv.engine.admission import asked_for, itemsize_of
+    from chatkv.engine.needs import needs_on_cpu, needs_on_gpu
     from chatkv.process import available_bytes
     from chatkv.runtime import POOL_CONVERSATIONS, POOL_SHARE_OF_MEMORY
 
-    itemsize = 4 if dtype == "float32" else 2
-    asked = Asked(context, sessions, config.max_position * POOL_CONVERSATIONS, weights, layouts)
+    asked = asked_for(files, config, dtype, weights, own, context, sessions, POOL_CONVERSATIONS)
     if device == "cpu":
         free = available_bytes()
-        return needs_on_cpu(config, itemsize, asked, free, POOL_SHARE_OF_MEMORY), free
+        return needs_on_cpu(config, itemsize_of(dtype), asked, free, POOL_SHARE_OF_MEMORY), free
     import torch
 
     from chatkv.restore.staging import DEVICE_BYTES
 
     free, _ = torch.cuda.mem_get_info()
-    return needs_on_gpu(config, itemsize, asked, free, DEVICE_BYTES), free
+    return needs_on_gpu(config, itemsize_of(dtype), asked, free, DEVICE_BYTES), free
+
+
+def _choices(
+    files: ModelFiles,
+    config: ModelConfig,
+    dtype: Any,
+    device: str,
+    context: int,
+    sessions: int,
+    own: Mapping[str, Layout],
+) -> list[dict[str, Any]]:
+    """What each kind of weights takes, whether that is free, and what of its quality is known."""
+    from chatkv.engine.admission import KINDS
+    from chatkv.session.weights_quality import known_qualities
+
+    measured = {
+        entry.get("weights"): entry
+        for entry in known_qualities(folders().models).values()
+        if entry.get("model") == files.name and entry.get("dtype") == dtype
+    }
+    found = []
+    for kind in KINDS:
+        if kind == "own" and not own:
+            continue
+        needs, free = _needs(files, config, dtype, device, context, sessions, kind, own)
+        quality = measured.get(kind)
+        found.append(
+            {
+                "weights": kind,
+                "weights_bytes": needs.weights,
+                "total_bytes": needs.total,
+                "fits": needs.fits and needs.total <= free + needs.resident,
+                "quality": quality,
+            }
+        )
+    return found
 
 
 def _matrices(
@@ -232,7 +289,7 @@ def _tell(output: Output, values: dict[str, Any], known: KnownModel | None, need
                 f"its own, {plural(len(template), 'character')}" if template else "ChatML",
             ),
             ("computes in", f"{values['computes_in']} on {values['device']}"),
-            ("weights", "" if values["weights"] == "full" else values["weights"]),
+            ("weights", f"{values['weights']}: {values['weights_why']}"),
             *[("matrices", _told_matrices(kind)) for kind in values["matrices"]],
             ("digest", values["digest"][:32]),
             ("drafts", _drafts(values["mtp"])),
@@ -246,6 +303,7 @@ def _tell(output: Output, values: dict[str, Any], known: KnownModel | None, need
     output.line(f"Memory for {length}", bold=True)
     output.fields(
         [
+            *([("the program", size(needs.program))] if needs.program else []),
             ("weights", size(needs.weights)),
             ("a step's work", size(needs.work)),
             ("KV", size(needs.kv)),
@@ -254,6 +312,9 @@ def _tell(output: Output, values: dict[str, Any], known: KnownModel | None, need
             ("KV may take", f"{size(needs.room)}: {_fitting(needs.num_sessions)} of that length"),
         ]
     )
+    output.line()
+    output.line("The same with other --weights", bold=True)
+    output.fields([(choice["weights"], _told_choice(choice)) for choice in memory["choices"]])
     if not needs.fits:
         output.note(
             "that does not fit: the conversations used longest ago leave memory for others, and "
@@ -268,6 +329,17 @@ def _drafts(mtp: dict[str, Any] | None) -> str:
         return ""
     rates = ", ".join(f"{rate:.0%}" for rate in mtp["acceptance"]["greedy"])
     return f"a module of its own; its first, second, … guess is right: {rates}"
+
+
+def _told_choice(choice: dict[str, Any]) -> str:
+    told = f"{size(choice['total_bytes'])}, of which weights {size(choice['weights_bytes'])}"
+    told += "" if choice["fits"] else ": does not fit"
+    quality = choice["quality"]
+    if quality is not None:
+        change = 100 * (quality["perplexity"] / quality["full_perplexity"] - 1)
+        told += f"; perplexity {change:+.2f}%, KL {quality['kl']:.4f}"
+        told += f", top-1 {100 * quality['top1_agreement']:.1f}%"
+    return told
 
 
 def _told_matrices(kind: dict[str, Any]) -> str:

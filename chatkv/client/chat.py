@@ -190,7 +190,7 @@ class LocalChat:
         return disk.store if disk is not None else None
 
     def status(self) -> dict[str, Any]:
-        from chatkv.server.metrics import resident_bytes
+        from chatkv.process import resident_bytes
 
         return {
             "pid": os.getpid(),

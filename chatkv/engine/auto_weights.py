@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -180,5 +181,7 @@ class _Note:
         return known if known.weights in get_args(Stored) else None
 
     def write(self, chosen: ChosenWeights) -> None:
+        with suppress(OSError):  # then the note is not written either
+            self._path.parent.mkdir(parents=True, exist_ok=True)
         known = read_note(self._path) | {self._key: asdict(chosen)}
         write_note(self._path, json.dumps(known, indent=1))

@@ -19,7 +19,7 @@ from chatkv.engine.runner import GRAPH_SIZES
 from chatkv.errors import ModelError
 from chatkv.model.config import ModelConfig
 from chatkv.model.quantise import tensors_of
-from chatkv.model.weights import Weight, expected_shapes
+from chatkv.model.weights import LoadedWeights, Weight, expected_shapes
 from chatkv.words import size
 
 # What cuBLAS takes on large GPUs (32 MiB), and attention's partial results where it is cut along
@@ -106,8 +106,9 @@ def weight_bytes(config: ModelConfig, itemsize: int) -> int:
 def saved_bytes(config: ModelConfig, weights: Mapping[str, Weight], itemsize: int) -> int:
     """What quantised projections take less than they would with itemsize bytes for each number."""
     saved = 0
+    stored = weights.as_stored if isinstance(weights, LoadedWeights) else weights
     for name, shape in expected_shapes(config).items():
-        weight = weights[name]
+        weight = stored[name]
         if not isinstance(weight, Tensor):
             held = sum(part.nbytes for part in tensors_of(weight))
             saved += prod(shape) * itemsize - held

@@ -17,7 +17,6 @@ from torch import Tensor
 from chatkv.model.batch import Attention, Batch, PagedBatch, Span, SpanBatch
 from chatkv.model.config import ModelConfig
 from chatkv.model.linear import Linear
-from chatkv.model.mapped import drop_pages
 from chatkv.model.norm import RmsNorm
 from chatkv.model.quantise import can_join, join, to_device
 from chatkv.model.quantised_linear import (
@@ -28,7 +27,7 @@ from chatkv.model.quantised_linear import (
     always_few,
 )
 from chatkv.model.rope import RopeTable
-from chatkv.model.weights import Weight, dense_weight
+from chatkv.model.weights import LoadedWeights, Weight, dense_weight
 from chatkv_kernels.rms_norm import add_rms_norm
 from chatkv_kernels.silu_mul import silu_mul
 
@@ -178,15 +177,20 @@ class LayerWeights:
             made: AnyLinear = QuantisedLinear(joined, bias, dtype, self._few_rows)
         else:
             made = Linear(torch.cat([self.tensor(f"{name}.weight") for name in names]), bias)
-        for matrix in matrices:  # copied by now
-            drop_pages(matrix)
+        self._drop(names)
         return made
 
     def head(self, name: str) -> Linear:
         made = Linear(self.tensor(f"{name}.weight"))
         if made.packed:
-            drop_pages(self._weights[f"{name}.weight"])  # an embedding's rows come again one by one
+            self._drop([name])  # an embedding's rows come again one by one
         return made
+
+    def _drop(self, names: Sequence[str]) -> None:
+        """What was copied out of a file need not stay in memory."""
+        if isinstance(self._weights, LoadedWeights):
+            for name in names:
+                self._weights.drop(f"{name}.weight")
 
 
 class Layer:

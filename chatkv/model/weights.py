@@ -14,6 +14,7 @@ import torch
 
 from chatkv.errors import ModelError
 from chatkv.model.config import ModelConfig
+from chatkv.model.mapped import drop_pages
 from chatkv.model.one_line import one_line
 from chatkv.model.quantise import QuantisedWeight, from_parts, is_quantised, part_names
 
@@ -63,11 +64,35 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def load_weights(prepared: PreparedModel) -> Mapping[str, Weight]:
+class LoadedWeights(Mapping[str, Weight]):
+    """Tensors by name, in one dtype or quantised.
+
+    Those stored in that dtype are mapped (do not write to them); others are converted whenever they
+    are asked for, so that a model never lies in memory in both.
+    """
+
+    def __init__(self, as_stored: Mapping[str, Weight], dtype: torch.dtype) -> None:
+        self.as_stored, self._dtype = as_stored, dtype
+
+    def __getitem__(self, name: str) -> Weight:
+        weight = self.as_stored[name]
+        return weight.to(self._dtype) if isinstance(weight, torch.Tensor) else weight
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.as_stored)
+
+    def __len__(self) -> int:
+        return len(self.as_stored)
+
+    def drop(self, name: str) -> None:
+        """Let its pages of the file go: it was copied."""
+        drop_pages(self.as_stored[name])
+
+
+def load_weights(prepared: PreparedModel) -> LoadedWeights:
     """Every tensor of `expected_shapes(prepared.config)`, in the dtype it was prepared for or
     quantised.
 
-    Tensors stored in that dtype are mapped (do not write to them); others are converted now.
     Raises ModelError for a damaged file and for a missing, misshaped or unknown tensor.
     """
     dtype = TORCH_DTYPES[prepared.dtype]
@@ -80,7 +105,7 @@ def load_weights(prepared: PreparedModel) -> Mapping[str, Weight]:
             tensors |= _take_quantised(file, found, shapes, prepared.quantised == "own")
         for name, tensor in found.items():
             if name in shapes:
-                tensors[name] = checked(file, name, tensor, shapes[name]).to(dtype)
+                tensors[name] = checked(file, name, tensor, shapes[name])
             elif not is_harmless(name, prepared.config) and not name.startswith(modules):
                 architecture = prepared.config.architecture
                 raise ModelError(
@@ -90,7 +115,7 @@ def load_weights(prepared: PreparedModel) -> Mapping[str, Weight]:
     if missing := [name for name in shapes if name not in tensors]:
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(f"{prepared.folder} lacks the tensor {missing[0]}{others}")
-    return tensors
+    return LoadedWeights(tensors, dtype)
 
 
 def dense_weight(weight: Weight) -> torch.Tensor:

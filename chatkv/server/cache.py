@@ -19,10 +19,10 @@ from starlette.responses import JSONResponse, Response
 
 from chatkv import __version__
 from chatkv.errors import UsageError
+from chatkv.process import resident_bytes
 from chatkv.server.carriers import owner_of
 from chatkv.server.http import Handler, in_thread
 from chatkv.server.hub import Hub
-from chatkv.server.metrics import resident_bytes
 from chatkv.session.cache_summary import summary
 from chatkv_store.blocks import BlockStore
 from chatkv_store.budget import default_budget, disk_free_bytes

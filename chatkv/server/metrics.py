@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from bisect import bisect_left
@@ -13,6 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from chatkv import __version__
+from chatkv.process import resident_bytes
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -128,12 +128,6 @@ class Metrics:
         yield from gauge("build_info", "This program.", [(f'version="{__version__}"', 1)])
         yield from gauge("start_time_seconds", "When it began to count.", [("", self.began_at)])
         yield from gauge("memory_bytes", "Memory that it takes.", [("", resident_bytes())])
-
-
-def resident_bytes() -> int:
-    """Memory that this process takes."""
-    with open("/proc/self/statm") as pages:
-        return int(pages.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _models(hub: dict[str, Any]) -> Iterator[str]:

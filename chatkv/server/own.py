@@ -32,10 +32,10 @@ from starlette.routing import Route
 from chatkv import __version__
 from chatkv.engine.scheduler import Cancelled
 from chatkv.errors import ChatkvError, UsageError
+from chatkv.process import resident_bytes
 from chatkv.server.body import body_as
 from chatkv.server.hub import Held, Hub
 from chatkv.server.library import Library
-from chatkv.server.metrics import resident_bytes
 from chatkv.server.stream import Emit, events
 from chatkv.server.wire import (
     DraftRequest,

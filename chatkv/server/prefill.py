@@ -27,9 +27,10 @@ from chatkv.apart.over_http import KV_PATH, LANDING_HEADER, SAMPLE_PATH, STATE_P
 from chatkv.apart.transport import Offered, Rates, State
 from chatkv.apart.wire import VERSION, WireDamaged, unpack_request
 from chatkv.errors import UsageError
+from chatkv.process import resident_bytes
 from chatkv.server.carriers import owner_of
 from chatkv.server.direct import sink_for
-from chatkv.server.metrics import counter, gauge, resident_bytes
+from chatkv.server.metrics import counter, gauge
 from chatkv.server.prefill_queue import PrefillQueue, Ticket
 from chatkv.server.prefill_work import PrefillWork
 from chatkv_store.same_store import identity

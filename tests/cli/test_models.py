@@ -297,7 +297,8 @@ def test_show_adds_up_what_a_model_needs(
 ) -> None:
     folder = tiny_checkpoint("llama2")
     asked = ("models", "show", str(folder), "--dtype", "float32", "--json")
-    shown = json.loads(program(*asked, "--context", "64", "--sessions", "3").out)
+    length = ("--context", "64", "--sessions", "3")
+    shown = json.loads(program(*asked, *length).out)
     config = json.loads((folder / "config.json").read_text())
     assert shown["architecture"] == "llama" and shown["layers"] == config["num_hidden_layers"]
     raw = shown["layers"] * 2 * shown["kv_heads"] * shown["head_dim"] * 4
@@ -305,29 +306,34 @@ def test_show_adds_up_what_a_model_needs(
     assert raw <= kv["raw"] < raw + 1 and kv["int4"] < kv["int8"] < raw and kv["lossless"] is None
     memory = shown["memory"]
     assert memory["kv_bytes"] == 3 * 64 * raw and memory["fits"]
-    assert memory["weights_bytes"] >= 4 * shown["parameters"]
+    embedding = shown["vocabulary"] * shown["hidden_size"]  # of which only rows are in memory
+    assert memory["weights_bytes"] >= 4 * (shown["parameters"] - embedding)
     weights_bytes = (folder / "model.safetensors").stat().st_size
     assert 0.9 * weights_bytes < 4 * shown["parameters"] <= weights_bytes
     assert len(shown["digest"]) == 64
     huge = json.loads(program(*asked, "--sessions", "1000000000").out)["memory"]
     assert not huge["fits"] and huge["sessions_that_fit"] <= 8
     for weights in ("int8", "int4"):  # as they are written
-        few = json.loads(program(*asked, "--weights", weights).out)["memory"]["weights_bytes"]
+        found = json.loads(program(*asked, *length, "--weights", weights).out)["memory"]
+        few = found["weights_bytes"]
         files = find_model(str(folder), cache)
         made = prepare(files, "float32", cache / "models", quantised=weights).weights
         saved = _tensor_bytes(files.files) - _tensor_bytes(made)
-        assert memory["weights_bytes"] - few == saved > 0
+        twice = weights == "int4"  # in two forms, without the ends of runs
+        assert memory["weights_bytes"] - few == saved > 0 or twice
+        assert memory["weights_bytes"] - saved <= few < memory["weights_bytes"]
     human = program("models", "show", str(folder), "--dtype", "float32").out
     assert "architecture  llama" in human and "KV may take" in human
     gguf = write_gguf(folder.parent / "model.gguf", folder, quantised="Q8_0")
     asked = ("models", "show", str(gguf), "--dtype", "float32", "--weights", "own")
-    shown = json.loads(program(*asked, "--json").out)
+    shown = json.loads(program(*asked, *length, "--json").out)
     kept = {"count": 21, "in_file": "Q8_0", "stored": "int8 in groups of 32"}
     assert shown["matrices"] == [kept]
     made = prepare(find_model(str(gguf), cache), "float32", cache / "models", quantised="own")
     full = prepare(find_model(str(gguf), cache), "float32", cache / "models")
     saved = _tensor_bytes(full.weights) - _tensor_bytes(made.weights)
-    assert memory["weights_bytes"] - shown["memory"]["weights_bytes"] == saved > 0
+    own = shown["memory"]["weights_bytes"]  # codes of groups are held in two forms
+    assert memory["weights_bytes"] - saved < own < memory["weights_bytes"]
     assert "21 stored as int8 in groups of 32 (in the file: Q8_0)" in program(*asked).out
 
 

@@ -91,6 +91,7 @@ def test_a_checkpoint_loses_nothing_unless_it_would_not_fit(
         assert chat.runtime.status()["weights_why"] == found.why
 
 
+@pytest.mark.slow
 def test_a_session_keeps_the_weights_that_it_was_begun_with(
     four_bits: Path, speeds: list[Speeds], monkeypatch: pytest.MonkeyPatch
 ) -> None:
