@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from cluster_parts import Cluster, Ran, Rates, Request
 
-from chatkv.engine.budget import CHUNK_TOKENS, LEAST_TOKENS, StepBudget
+from chatkv.engine.budget import CHUNK_TOKENS, StepBudget
 
 MAX_STALL = StepBudget().max_stall
 
@@ -96,7 +96,7 @@ class DecodeWorker:
         num = CHUNK_TOKENS
         if self._left:
             token_s = self._rates.chunk_s(start, start + 1)
-            num = max(LEAST_TOKENS, min(num, int(plain_s * (MAX_STALL - 1) / token_s)))
+            num = max(1, min(num, int(plain_s * (MAX_STALL - 1) / token_s + 1e-9)))
         num = min(num, request.prompt_end - start)
         fixed_s = 0.0 if self._left or request.computed else self._rates.cost.prefill_fixed_s
         request.computed += num

@@ -109,8 +109,8 @@ def test_a_prompt_beside_an_answer_stalls_it_by_no_more_than_is_allowed() -> Non
     running = Request(0, 0.0, 0, 1, 1000)
     prompt = Request(1, 5.0, 0, 2000, 1)
     ran = serve(TOGETHER, [running, prompt])
-    assert max(gap for _, gap, _ in ran.gaps) <= 0.02 * MAX_STALL + 0.007  # 16 tokens at the least
-    assert prompt.ttft_s > 2 * (0.01 + 2.0)  # of each step, a third is its own
+    assert max(gap for _, gap, _ in ran.gaps) <= 0.02 * MAX_STALL + 1e-9
+    assert prompt.ttft_s > 2 * (0.01 + 2.0)  # of each step, less than a third is its own
     apart = serve(APART, [replace(running), replace(prompt)])
     assert max(gap for _, gap, _ in apart.gaps) <= RATES.decode_s(2)
 
@@ -172,7 +172,7 @@ def test_it_is_held_against_what_two_processes_did(tmp_path: Path) -> None:
         figure("KV moved per prompt", 50),  # MB: of 1000 tokens
         figure("prefill on one core", 500),
         figure("... verified and in another pool", 1),
-        figure(f"TPOT p50 while prompts are read, {wired}", 40, 45),
+        figure(f"TPOT p50 while prompts are read, {wired}", 40, 30 * MAX_STALL),
         figure(f"TTFT of a prompt, {wired}", 2060, 4000),
     ]
     cost = CostModel(prefill_fixed_s=0, prefill_s_per_token=1e-3, prefill_s_per_token_pair=0)
@@ -181,7 +181,8 @@ def test_it_is_held_against_what_two_processes_did(tmp_path: Path) -> None:
     assert found["TPOT p50 while prompts are read, together"].error == pytest.approx(0, abs=0.03)
     # One core reads 500 tokens a second, then a step of three.
     assert found[f"TTFT of a prompt, {wired}"].simulated == pytest.approx(2000, abs=110)
-    assert found["TTFT of a prompt, together"].simulated == pytest.approx(3000, rel=0.1)
+    beside_ms = 1000 * MAX_STALL / (MAX_STALL - 1)  # the part of each step that is its own
+    assert found["TTFT of a prompt, together"].simulated == pytest.approx(beside_ms, rel=0.1)
     for missing in range(len(figures)):
         with pytest.raises(NotMeasured):
             compare({"figures": figures[:missing] + figures[missing + 1 :]}, cost)
