@@ -32,7 +32,7 @@ from chatkv_store.logs import is_use
 from chatkv_store.sharing import stored_blocks
 
 # Of the length of a token's keys or values in one layer. Rounding moves them by hundredths, int4 by
-# up to a third; KV of other tokens is as far away as it is long.
+# a fifth; KV of other tokens is as far away as it is long.
 MAX_ROUNDED, MAX_LOSSY = 0.25, 0.7
 
 Progress = Callable[[str, int, int], None]
