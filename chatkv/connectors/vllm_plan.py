@@ -42,7 +42,7 @@ class Save:
     first: int
     block_ids: list[int]
     is_new: bool  # the first that is heard of this request
-    is_last: bool = False  # vLLM frees the blocks when the worker says that it has them
+    is_last: bool = False  # vLLM frees the blocks when the worker says that they are written
 
 
 @dataclass

@@ -101,8 +101,10 @@ class SchedulerSide:
             return False  # its last step may still be on its way
         sure = min(request.num_computed_tokens - _in_flight(request), request.num_tokens - 1)
         num_sure = min(sure // self._block_tokens, len(block_ids))
-        if num_sure <= tracked.num_handed:
+        if num_sure <= tracked.num_stored:
             return False
+        # Once more from the first: what the writer had to drop on the way is still there.
+        tracked.num_handed = tracked.num_stored
         self._last_saves.append(self._save(tracked, block_ids, num_sure, is_last=True))
         return True
 
@@ -111,6 +113,7 @@ class SchedulerSide:
         for tracked in self._tracked.values():
             computed = tracked.request.num_computed_tokens // self._block_tokens
             tracked.num_handed = min(tracked.num_handed, computed)
+            tracked.num_stored = min(tracked.num_stored, computed)
             tracked.computed.clear()
 
     def _can_keep(self, request: Any) -> bool:

@@ -27,6 +27,8 @@ from chatkv_store.loader import LoadResult, default_threads, load_blocks
 from chatkv_store.uses import Uses
 from chatkv_store.writer import BlockWriter
 
+_AT_ONCE = 4  # blocks of a request that has ended in one commit
+
 log = logging.getLogger("vllm.chatkv")  # below vLLM's own, whose settings it follows
 
 
@@ -78,12 +80,13 @@ class WorkerSide:
             )
 
     def save(self, plan: Plan) -> None:
-        """Copy what is to be saved and hand it to the writer; waits for no disk."""
+        """Copy what is to be saved and hand it to the writer; waits for no disk. The blocks of a
+        request that has ended are vLLM's no more until they are written, and need no copy."""
         for save in plan.saves:
-            if save.block_ids or save.ids:
-                self._hand_over(save)
             if save.is_last:
-                self._finished.add(save.request)
+                self._writer.call(partial(self._write, save))
+            else:
+                self._hand_over(save)
 
     def take_failed(self) -> set[int]:
         """vLLM's blocks that could not be loaded in this step; waits for what is still loading."""
@@ -94,8 +97,9 @@ class WorkerSide:
         return failed
 
     def take_finished(self) -> set[str]:
-        """Requests whose last blocks have been copied since the last call."""
-        finished, self._finished = self._finished, set()
+        """Requests that have ended and whose blocks were written since the last call."""
+        with self._changed:
+            finished, self._finished = self._finished, set()
         return finished
 
     def _stored(self, load: Load) -> list[StoredBlock]:
@@ -144,15 +148,34 @@ class WorkerSide:
             self._writer.call(lambda: self._store.remove([bad]))
 
     def _hand_over(self, save: Save) -> None:
-        layout = self._tensors.layout
         space = namespace_for(self._kept.namespace, save.salt)
-        keys = [space, *chain_keys(space, save.ids, layout.block_tokens)]
         self._writer.call(lambda: self._note(space, save))
-        for index, values in enumerate(self._tensors.take(save.block_ids), save.first):
-            start = index * layout.block_tokens
-            ids = save.ids[start : start + layout.block_tokens]
-            block = NewBlock(keys[index], ids, values, start)
-            self._writer.submit(space, layout, [block], self._kept.codec)
+        for block in self._new_blocks(space, save, 0, len(save.block_ids)):
+            self._writer.submit(space, self._tensors.layout, [block], self._kept.codec)
+
+    def _write(self, save: Save) -> None:
+        """Store the blocks of a request that has ended, on the writer's thread."""
+        space = namespace_for(self._kept.namespace, save.salt)
+        try:
+            self._note(space, save)
+            for at in range(0, len(save.block_ids), _AT_ONCE):
+                blocks = self._new_blocks(space, save, at, at + _AT_ONCE)
+                self._store.put(space, self._tensors.layout, blocks, self._kept.codec)
+        finally:
+            with self._changed:
+                self._finished.add(save.request)
+
+    def _new_blocks(self, space: bytes, save: Save, begin: int, end: int) -> list[NewBlock]:
+        """Some of the blocks of `save`, as they are now."""
+        block_tokens = self._tensors.layout.block_tokens
+        keys = [space, *chain_keys(space, save.ids, block_tokens)]
+        blocks = []
+        taken = self._tensors.take(save.block_ids[begin:end])
+        for index, values in enumerate(taken, save.first + begin):
+            start = index * block_tokens
+            ids = save.ids[start : start + block_tokens]
+            blocks.append(NewBlock(keys[index], ids, values, start))
+        return blocks
 
     def _note(self, space: bytes, save: Save) -> None:
         """Say in the store what the KV is of and that it is used; on the writer's thread, in front

@@ -34,8 +34,13 @@ B, HEADS, WIDTH, BLOCKS = 32, 2, 16, 12
 NAMESPACE = bytes(range(32))
 
 
-def caches(dtype: torch.dtype = torch.float32, step: int = 1) -> dict[str, torch.Tensor]:
-    """One tensor per layer; with `step` 2, such that blocks do not lie in one piece."""
+def caches(dtype: torch.dtype = torch.float32, kind: str = "in one") -> dict[str, torch.Tensor]:
+    """One tensor per layer: in one piece of memory, each in its own, or such that not even a block
+    lies in one piece."""
+    if kind == "in one":
+        whole = torch.zeros(len(LAYERS), BLOCKS, HEADS, B, WIDTH, dtype=dtype)
+        return dict(zip(LAYERS, whole, strict=True))
+    step = 2 if kind == "scattered" else 1
     shape = (BLOCKS, HEADS, B * step, WIDTH)
     return {name: torch.zeros(shape, dtype=dtype)[:, :, ::step] for name in LAYERS}
 
@@ -70,14 +75,14 @@ class Engine:
     """A vLLM of one worker: both sides over one store, and KV tensors between them."""
 
     def __init__(
-        self, path: Path, dtype: torch.dtype = torch.float32, step: int = 1, namespace: bytes = b""
+        self, path: Path, dtype: torch.dtype = torch.float32, kind: str = "in one", **limits: int
     ) -> None:
         self.store = BlockStore(path)
-        self.writer = BlockWriter(self.store)
-        self.kv = caches(dtype, step)
+        self.writer = BlockWriter(self.store, **limits)
+        self.kv = caches(dtype, kind)
         tensors = KVTensors(self.kv, LAYERS, B)
         self.layout = tensors.layout
-        space = namespace or NAMESPACE
+        space = NAMESPACE
         about = {"model": "tiny (vLLM)", "layout": self.layout.to_json(), "codec": "lossless"}
         self.worker = WorkerSide(
             self.store, self.writer, tensors, Kept(space, about, "vLLM", "lossless")
@@ -108,6 +113,7 @@ class Engine:
         request.all_token_ids.append(99)  # the last token has no KV
         if self.scheduler.finished(request, block_ids[: -(-request.num_computed_tokens // B)]):
             self.worker.save(self.scheduler.plan(lambda _: None))
+            self.writer.flush()
             assert self.worker.take_finished() == {request.request_id}
         self.writer.flush()
         assert self.writer.stats().error is None
@@ -138,15 +144,15 @@ def ids_of(seed: int, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("step", [1, 2], ids=["in place", "staged"])
+@pytest.mark.parametrize("kind", ["in one", "apart", "scattered"])
 def test_what_was_computed_is_loaded_to_the_bit(
-    tmp_path: Path, dtype: torch.dtype, step: int
+    tmp_path: Path, dtype: torch.dtype, kind: str
 ) -> None:
     ids = ids_of(1, 4 * B + 5)
-    first = Engine(tmp_path / "kv", dtype, step)
+    first = Engine(tmp_path / "kv", dtype, kind)
     assert first.run(Request("a", ids), [3, 1, 7, 0, 9, 2, 8], replies=2 * B)[0] == 0
     first.close()
-    again = Engine(tmp_path / "kv", dtype, step)
+    again = Engine(tmp_path / "kv", dtype, kind)
     # The reply is there too: 4 blocks and 5 tokens of prompt, and 2 blocks of reply.
     whole = ids + [reply % 7 for reply in range(2 * B)]
     external = again.scheduler.matched(Request("b", [*whole, 99]), 0)
@@ -209,6 +215,15 @@ def test_a_damaged_block_is_reported_with_what_follows_and_written_anew(engine: 
     engine.writer.flush()
     assert engine.store.match(NAMESPACE, ids, engine.layout).num_tokens == 5 * B
     assert engine.store.verify() == []
+
+
+def test_what_the_writer_had_to_drop_is_written_when_the_request_has_ended(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "kv", max_queued_bytes=1)
+    ids = ids_of(1, 4 * B)
+    engine.run(Request("a", ids), [0, 1, 2, 3, 4], replies=2)
+    assert engine.writer.stats().dropped == 4
+    assert engine.store.match(NAMESPACE, ids, engine.layout).num_tokens == 4 * B
+    engine.close()
 
 
 def test_blocks_that_have_gone_meanwhile_are_reported(engine: Engine) -> None:
