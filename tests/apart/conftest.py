@@ -32,7 +32,7 @@ def decoder(
     monkeypatch.setattr(layouts, "MIN_VALUE_BYTES", 1)  # a value for each of the three layers
     # Nothing is too slow on a busy machine, but where a test says so.
     monkeypatch.setattr(remote, "PATIENCE_S", 600.0)
-    for name in ("STATE_S", "SILENT_S"):
+    for name in ("FRESH_S", "STATE_S", "SILENT_S"):
         monkeypatch.setattr(prefill_worker, name, 60.0)
     with ExitStack() as open:
 
