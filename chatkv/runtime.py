@@ -30,7 +30,7 @@ from chatkv.model.catalog import find_model
 from chatkv.model.decoder import Decoder
 from chatkv.model.dtype import choose_dtype
 from chatkv.model.few_rows import MeasuredRows
-from chatkv.model.mtp_file import find_predictor
+from chatkv.model.mtp_file import find_foresight
 from chatkv.model.prepared import Dtype, prepare
 from chatkv.model.template import ChatTemplate
 from chatkv.model.tokenizer import Tokenizer
@@ -372,9 +372,9 @@ class Runtime:
             num_blocks = -(-self._memory_tokens() // BLOCK_TOKENS)
             engine = Engine(decoder, BlockPool(config, num_blocks, decoder.dtype, device))
             named = os.environ.get("CHATKV_MTP")
-            predictor = find_predictor(named, self.prepared, decoder, weights)
-            if predictor is not None:
-                engine.predict_with(predictor)
+            foresight = find_foresight(named, self.prepared, decoder, weights)
+            if foresight is not None:
+                engine.predict_with(foresight)
             return engine
 
         def progress(done: int, total: int) -> None:

@@ -138,7 +138,7 @@ def speeds(parts: Any, kind: str, texts: Sequence[str], quick: bool) -> Iterator
 
     for name, sampling in (("greedy", SamplingOptions(temperature=0)), ("0.7", SamplingOptions())):
         say(f"{kind}, {name} …")
-        can_predict = parts.engine.predictor is not None
+        can_predict = parts.engine.foresight is not None
         sources = [source for source in SOURCES if can_predict or source != "mtp"]
         found: dict[str, list[list[Answer]]] = {source: [] for source in ("off", *sources)}
         for text in texts:
@@ -183,8 +183,8 @@ def answer(parts: Any, text: str, sampling: Any, source: str, count: int) -> Ans
     sampler = Sampler(sampling, 5)
     tokens, times = [], []
     with engine.memory.use(sequence):
-        logits = engine.prefill(sequence)
         spec = speculation(source, engine, sequence, sampler)  # type: ignore[arg-type]
+        logits = engine.prefill(sequence)
         stops = parts.tokenizer.stop_ids
         steps = engine.decode(sequence, logits, sampler, stops, count, speculation=spec)
         for token, _ in steps:

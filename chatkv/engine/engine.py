@@ -27,7 +27,7 @@ from chatkv.engine.sequence import TokenSequence
 from chatkv.engine.speculation import Speculation
 from chatkv.errors import ContextFull
 from chatkv.model.decoder import Decoder
-from chatkv.model.mtp import Predictor
+from chatkv.model.mtp import Foresight, Predictor
 
 
 class Preempted(Exception):
@@ -51,7 +51,8 @@ class Engine:
             idle = self.pool.num_blocks * BLOCK_TOKENS // 2
         self.memory = Memory(self.pool, idle)
         self.drafts: Engine | None = None
-        self.predictor: Predictor | None = None
+        self.foresight: Foresight | None = None
+        self._predictor: Predictor | None = None
         self.runner = runner_for(self.decoder, self.pool)
         self.scheduler = Scheduler(self._forward, self.runner.num_layers)
         self.memory.on_leave = self.scheduler.leave
@@ -69,10 +70,18 @@ class Engine:
         """Let a smaller model, of the same tokens, draft for this one."""
         self.drafts = engine
 
-    def predict_with(self, predictor: Predictor) -> None:
+    def predict_with(self, foresight: Foresight) -> None:
         """Let modules or heads of the model's own draft for it."""
         assert isinstance(self.runner, SpanRunner), "recorded steps keep nothing to draft from"
-        self.predictor, self.runner.keeps_hidden = predictor, True
+        self.foresight, self._predictor = foresight, None
+
+    @property
+    def predictor(self) -> Predictor:
+        """What `foresight` makes: few want it. From then on steps keep what it goes on from."""
+        assert self.foresight is not None and isinstance(self.runner, SpanRunner)
+        if self._predictor is None:
+            self._predictor, self.runner.keeps_hidden = self.foresight.make(), True
+        return self._predictor
 
     @property
     def draft_costs(self) -> DraftCosts:

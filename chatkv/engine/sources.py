@@ -13,7 +13,7 @@ from chatkv.engine.sampling import Sampler
 from chatkv.engine.sequence import TokenSequence
 from chatkv.engine.speculation import Speculation
 from chatkv.errors import UsageError
-from chatkv.model.mtp import Predictor
+from chatkv.model.mtp import Foresight
 
 # `auto` drafts by modules or heads whose first guess is right so often, as was measured when they
 # were trained: less hardly pays for looking at what they guess before each step.
@@ -24,16 +24,16 @@ def check_source(wanted: Speculate, engine: Engine) -> None:
     """Raises UsageError for drafts that this engine cannot have, before a turn begins."""
     if wanted == "model" and engine.drafts is None:
         raise UsageError("--speculate model: name a smaller model in CHATKV_DRAFT_MODEL first")
-    if wanted == "mtp" and engine.predictor is None:
+    if wanted == "mtp" and engine.foresight is None:
         raise UsageError(
             "--speculate mtp: this model has no modules to draft with here; train some with "
             "scripts/train_mtp.py and name their file in CHATKV_MTP"
         )
 
 
-def _who_predicts(predictor: Predictor) -> tuple[Speculate, ...]:
+def _who_predicts(foresight: Foresight) -> tuple[Speculate, ...]:
     """What has modules or heads draft: auto too, where they may well pay."""
-    rate = predictor.acceptance
+    rate = foresight.acceptance
     return ("mtp", "auto") if rate is None or rate >= AUTO_FROM else ("mtp",)
 
 
@@ -48,7 +48,7 @@ def speculation(
     elif wanted == "model" and engine.drafts is not None:
         vocab_size = engine.decoder.config.vocab_size
         drafter = ModelDrafter(engine.drafts, sequence, sampler, vocab_size)
-    elif engine.predictor is not None and wanted in _who_predicts(engine.predictor):
+    elif engine.foresight is not None and wanted in _who_predicts(engine.foresight):
         compute, is_asked_for = engine.scheduler.compute, wanted == "mtp"
         mtp = MtpDrafter(engine.predictor, sequence, sampler, compute, not is_asked_for)
         drafter = mtp if is_asked_for else BothDrafter(NgramDrafter(), mtp)

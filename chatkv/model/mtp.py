@@ -12,7 +12,7 @@ large part of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -132,8 +132,7 @@ class ParallelHead:
 class Predictor:
     """All that guesses behind one decoder: modules or heads, one of both is empty.
 
-    window: positions that a module looks back on, as it was trained; acceptance: how often its
-    first guess is right in greedy answers, as was measured, None: unknown.
+    window: positions that a module looks back on, as it was trained.
     """
 
     head: SharedHead
@@ -141,6 +140,16 @@ class Predictor:
     modules: Sequence[Module] = ()
     heads: Sequence[ParallelHead] = ()
     window: int = 256
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """That something can guess behind a decoder; `make` reads it, which takes a tenth of a second.
+
+    acceptance: how often its first guess is right in greedy answers, as was measured, or None.
+    """
+
+    make: Callable[[], Predictor]
     acceptance: float | None = None
 
 

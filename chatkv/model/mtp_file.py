@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,7 +24,7 @@ from torch import Tensor
 from chatkv.errors import ModelError
 from chatkv.model.config import ModelConfig
 from chatkv.model.decoder import Decoder
-from chatkv.model.mtp import Module, ParallelHead, Predictor, SharedHead, module_config
+from chatkv.model.mtp import Foresight, Module, ParallelHead, Predictor, SharedHead, module_config
 from chatkv.model.one_line import one_line
 from chatkv.model.weights import Weight, expected_shapes
 
@@ -116,12 +117,7 @@ def predictor_from(
     if vocabulary is not None:
         vocabulary = _sound_vocabulary(file, vocabulary.long(), config)
     head = SharedHead(decoder, _head_rows(decoder, weights), vocabulary)
-    found = Predictor(
-        head,
-        decoder.embedding,
-        window=about.window,
-        acceptance=next(iter(about.acceptance.get("greedy", [])), None),
-    )
+    found = Predictor(head, decoder.embedding, window=about.window)
     if about.kind == "modules":
         return replace(found, modules=_modules(file, tensors, decoder))
     parts = _parts(file, tensors, head_prefix, head_shapes(config), decoder.dtype)
@@ -148,21 +144,32 @@ def predictor_in_checkpoint(
     return Predictor(head, decoder.embedding, modules)
 
 
-def find_predictor(
+def find_foresight(
     named: str | None, prepared: PreparedModel, decoder: Decoder, weights: Mapping[str, Weight]
-) -> Predictor | None:
+) -> Foresight | None:
     """What drafts for a prepared model: of the file that was named, else of its own checkpoint,
     else what comes with this package, which is for the embedded default; None: nothing.
 
     How the weights are kept does not matter: quantised ones are guessed at a little worse. Raises
     ModelError for a file that was named and cannot be used.
     """
+    digest = prepared.files_digest
     if named:
-        return predictor_from(Path(named).expanduser(), decoder, weights, prepared.files_digest)
-    found = predictor_in_checkpoint(prepared.weights, decoder, weights)
-    if found is None and is_shipped_for(prepared.files_digest):
-        return predictor_from(shipped_file(), decoder, weights, prepared.files_digest)
-    return found
+        file = Path(named).expanduser()
+        predictor = predictor_from(file, decoder, weights, digest)
+        return Foresight(lambda: predictor, _first_rate(read_about(file)))
+    own = predictor_in_checkpoint(prepared.weights, decoder, weights)
+    if own is not None:
+        return Foresight(lambda: own)
+    if not is_shipped_for(digest):
+        return None
+    shipped = shipped_file()
+    make = partial(predictor_from, shipped, decoder, weights, digest)
+    return Foresight(make, _first_rate(read_about(shipped)))
+
+
+def _first_rate(about: About) -> float | None:
+    return next(iter(about.acceptance.get("greedy", [])), None)
 
 
 def is_shipped_for(files_digest: bytes) -> bool:

@@ -55,6 +55,7 @@ def test_drafted_tokens_come_as_often_as_plain_ones(
         prompt = parts.tokenizer.encode_rendered(rendered.text, rendered.content_spans)
         engine, sequence = parts.engine, TokenSequence(prompt)
         engine.draft_costs.is_fixed = True
+        assert engine.predictor.modules
         heard: Counter[tuple[int, ...]] = Counter()
         accepted = 0
         with engine.memory.use(sequence):

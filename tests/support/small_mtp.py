@@ -13,7 +13,7 @@ from torch import Tensor
 
 from chatkv.engine.engine import Engine
 from chatkv.model.config import ModelConfig
-from chatkv.model.mtp import Predictor
+from chatkv.model.mtp import Foresight, Predictor
 from chatkv.model.mtp_file import (
     About,
     Kind,
@@ -59,7 +59,8 @@ def small_predictor(
     """Random ones behind a small engine, which drafts by them from now on, and their tensors."""
     tensors = write_mtp(file, engine.decoder.config, **wanted)  # type: ignore[arg-type]
     predictor = predictor_from(file, engine.decoder, weights, DIGEST)
-    engine.predict_with(predictor)
+    engine.predict_with(Foresight(lambda: predictor))
+    assert engine.predictor is predictor  # from now on steps keep what it goes on from
     return predictor, tensors
 
 
