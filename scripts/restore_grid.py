@@ -24,7 +24,7 @@ from bench_common import say
 
 PROMPT_TOKENS = 16
 WAYS = ("reload", "re-prefill", "both")
-RELOAD_S = 2.0
+RELOAD_S = 1.5
 LEARNT_FROM = (64, 320)  # tokens that calibration, as it were, loads from each source
 
 
