@@ -178,6 +178,11 @@ def seconds(ranges: Sequence[Range]) -> float:
     return 0.5 + sum((stop - start) / BLOCK_TOKENS for start, stop in ranges)
 
 
+def hours(ranges: Sequence[Range]) -> float:
+    """So long that no test is: nothing is given up for having taken too much of it."""
+    return 3600 * seconds(ranges)
+
+
 def block(index: int) -> StoredBlock:
     header: Any = None
     return StoredBlock(b"", index * BLOCK_TOKENS, BLOCK_TOKENS, header)
@@ -197,7 +202,7 @@ def test_what_follows_begins_with_the_layers_of_the_last_block_that_have_come(
         go_on.wait()
         return (1, 10, None) if is_sound else (0, 10, "damaged")
 
-    both = BothEnds([block(0)], 0, load, 1e-6, seconds, num_groups=2)
+    both = BothEnds([block(0)], 0, load, 1e-6, hours, num_groups=2)
     came.wait()
     gap = both.next_gap(0, 80, 512)
     assert gap[:3] == (64, 80, None) and gap.wait_layer is not None
@@ -247,7 +252,7 @@ def test_the_last_step_takes_what_follows_while_the_others_come(
         go_on.wait()
         return len(blocks), 10, None
 
-    both = BothEnds([block(i) for i in range(6)], 0, load, 1.0, seconds, num_groups=10)
+    both = BothEnds([block(i) for i in range(6)], 0, load, 3600.0, hours, num_groups=10)
     gap = both.next_gap(0, 400, 512)
     assert gap[:3] == (0, 192, (384, 400)) and gap.wait_layer is not None
     assert both.num_loaded == 192
@@ -285,7 +290,7 @@ def test_a_step_that_waits_for_too_much_is_given_up(
         gap.wait_layer(0)
     assert stopped.wait(10)
     assert both.num_loaded == 0
-    assert both.next_gap(0, 400, 512).wait_layer is None
+    assert both.next_gap(0, 400, 512).start == 0, "prefill takes some of it"
     both.close()
 
 
