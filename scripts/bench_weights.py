@@ -202,9 +202,9 @@ def to_llama(context: int, decode_ms: float, folder: Path, steps: int) -> Figure
 
 def measure(options: Options) -> list[Figure]:
     prepare_to_compute()
-    steps, rounds = (16, 2) if options.quick else (40, 3)
-    contexts = (512,) if options.quick else (512, 4096)
-    config = replace(ONE_B, num_layers=4) if options.quick else ONE_B
+    steps, rounds = (16, 1) if options.quick else (40, 3)
+    contexts = (256,) if options.quick else (512, 4096)
+    config = replace(ONE_B, num_layers=2) if options.quick else ONE_B
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
