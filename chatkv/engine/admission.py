@@ -27,11 +27,13 @@ def admit(
     """What the model takes here with a conversation of one block, beside the `resident` bytes that
     the process had before it was prepared. Raises ModelError, with the
     numbers and with what would fit, where that is not free."""
-    own = own_layouts(files, config)
-    needs = needed(files, config, dtype, weights, own, resident=resident)
+    # A file's own codes are counted as int8: to read what they are takes longer than that is worth.
+    counted = "int8" if weights == "own" else weights
+    needs = needed(files, config, dtype, counted, {}, resident=resident)
     free = available_bytes() + needs.resident
     if needs.total <= free:
         return needs
+    own = own_layouts(files, config)
     others = {
         kind: needed(files, config, dtype, kind, own, resident=resident).total
         for kind in _SMALLER
