@@ -49,10 +49,10 @@ def compare(report: Mapping[str, Any], together: CostModel) -> list[Compared]:
             raise NotMeasured(f"there is no {key} of {name!r}")
         return float(found)
 
-    quiet = "TPOT p99 without prompts, one core"
+    quiet = "TPOT p50 without prompts, one core"
     kv_bytes = value("KV per token")
     prompt = 1 + round(value("KV moved per prompt") * 1e6 / kv_bytes)
-    rate = value("... verified and in another pool") * 1e9
+    rate = value("KV out of one pool into another, verified") * 1e9
     one_core = CostModel(
         prefill_fixed_s=0,
         prefill_s_per_token=1 / value("prefill on one core"),
