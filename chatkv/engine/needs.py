@@ -21,8 +21,10 @@ from chatkv_kernels.linear_quantised import RUN
 # What a process takes beside what it has when it is asked, in main memory: pages of the library's
 # code, a tokenizer of 49,000 tokens, threads, and what malloc keeps between allocations.
 PROGRAM_BYTES = 80 << 20
-# Of a step's work: logits of drawing, blocks of the library's products, KV on its way to the disk.
+# Of a step's work: logits of drawing, blocks of the library's products.
 WORK_BYTES = 27 << 20
+# New KV is copied on its way to the disk, where the writer keeps at most so much of it.
+MOST_SAVING_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ def needs_on_cpu(
     weights += _second_form_bytes(config, asked) + _embedding_bytes(config, itemsize, asked)
     work = WORK_BYTES + activation_bytes(config, itemsize, CHUNK_TOKENS, 1)
     needs = _needs(config, itemsize, asked, weights, work, int(free_bytes * share))
+    needs = replace(needs, work=work + min(needs.kv, MOST_SAVING_BYTES))
     resident = resident_bytes() if resident is None else resident
     return replace(needs, program=resident + PROGRAM_BYTES, resident=resident)
 
