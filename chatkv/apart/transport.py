@@ -34,14 +34,6 @@ class Rates(msgspec.Struct, frozen=True):
     prefill_s_per_token: float
     prefill_s_per_token_pair: float
 
-    def prefill_s(self, start: int, stop: int) -> float:
-        """Seconds to compute the KV of tokens [start, stop) of one sequence."""
-        if stop <= start:
-            return 0.0
-        pairs = (stop**2 - start**2) / 2
-        linear = self.prefill_s_per_token * (stop - start)
-        return self.prefill_fixed_s + linear + self.prefill_s_per_token_pair * pairs
-
 
 class Offered(msgspec.Struct, frozen=True):
     """A model that the prefill worker has loaded. context: the longest sequence that fits."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -74,8 +75,9 @@ def show(
     taken, why = _taken(files, chosen, device, weights)
     own = own_layouts(files, config)
     layouts = own if taken == "own" else {}
-    needs, free = _needs(files, config, chosen, device, context, sessions, taken, own)
-    choices = _choices(files, config, chosen, device, context, sessions, own)
+    question = _Question(files, config, chosen, device, context, sessions, own)
+    needs, free = question.needs(taken)
+    choices = _choices(question)
     values: dict[str, Any] = {
         **(row(known) if known is not None else {"model": files.name, "path": str(files.path)}),
         "architecture": config.architecture,
@@ -150,43 +152,40 @@ def _taken(files: ModelFiles, dtype: Any, device: str, weights: str) -> tuple[st
     return chosen.weights, chosen.why
 
 
-def _needs(
-    files: ModelFiles,
-    config: ModelConfig,
-    dtype: Any,
-    device: str,
-    context: int,
-    sessions: int,
-    weights: str,
-    own: Mapping[str, Layout],
-) -> tuple[Needs, int]:
-    """The memory that is needed, and how much is free."""
-    from chatkv.engine.admission import asked_for, itemsize_of
-    from chatkv.engine.needs import needs_on_cpu, needs_on_gpu
-    from chatkv.process import available_bytes
-    from chatkv.runtime import POOL_CONVERSATIONS, POOL_SHARE_OF_MEMORY
+@dataclass(frozen=True)
+class _Question:
+    """What the memory is asked for of. own: the layouts of codes that the files hold."""
 
-    asked = asked_for(files, config, dtype, weights, own, context, sessions, POOL_CONVERSATIONS)
-    if device == "cpu":
-        free = available_bytes()
-        return needs_on_cpu(config, itemsize_of(dtype), asked, free, POOL_SHARE_OF_MEMORY), free
-    import torch
+    files: ModelFiles
+    config: ModelConfig
+    dtype: Any
+    device: str
+    context: int
+    sessions: int
+    own: Mapping[str, Layout]
 
-    from chatkv.restore.staging import DEVICE_BYTES
+    def needs(self, weights: str) -> tuple[Needs, int]:
+        """The memory that is needed with such weights, and how much is free."""
+        from chatkv.engine.admission import asked_for, itemsize_of
+        from chatkv.engine.needs import needs_on_cpu, needs_on_gpu
+        from chatkv.process import available_bytes
+        from chatkv.runtime import POOL_CONVERSATIONS, POOL_SHARE_OF_MEMORY
 
-    free, _ = torch.cuda.mem_get_info()
-    return needs_on_gpu(config, itemsize_of(dtype), asked, free, DEVICE_BYTES), free
+        config, itemsize, most = self.config, itemsize_of(self.dtype), POOL_CONVERSATIONS
+        lengths = (self.context, self.sessions, most)
+        asked = asked_for(self.files, config, self.dtype, weights, self.own, *lengths)
+        if self.device == "cpu":
+            free = available_bytes()
+            return needs_on_cpu(config, itemsize, asked, free, POOL_SHARE_OF_MEMORY), free
+        import torch
+
+        from chatkv.restore.staging import DEVICE_BYTES
+
+        free, _ = torch.cuda.mem_get_info()
+        return needs_on_gpu(config, itemsize, asked, free, DEVICE_BYTES), free
 
 
-def _choices(
-    files: ModelFiles,
-    config: ModelConfig,
-    dtype: Any,
-    device: str,
-    context: int,
-    sessions: int,
-    own: Mapping[str, Layout],
-) -> list[dict[str, Any]]:
+def _choices(question: _Question) -> list[dict[str, Any]]:
     """What each kind of weights takes, whether that is free, and what of its quality is known."""
     from chatkv.engine.admission import KINDS
     from chatkv.session.weights_quality import known_qualities
@@ -194,13 +193,13 @@ def _choices(
     measured = {
         entry.get("weights"): entry
         for entry in known_qualities(folders().models).values()
-        if entry.get("model") == files.name and entry.get("dtype") == dtype
+        if entry.get("model") == question.files.name and entry.get("dtype") == question.dtype
     }
     found = []
     for kind in KINDS:
-        if kind == "own" and not own:
+        if kind == "own" and not question.own:
             continue
-        needs, free = _needs(files, config, dtype, device, context, sessions, kind, own)
+        needs, free = question.needs(kind)
         quality = measured.get(kind)
         found.append(
             {

@@ -17,7 +17,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from chatkv.engine.budget import CHUNK_TOKENS as STEP_TOKENS
 from chatkv.engine.budget import StepRates
@@ -38,6 +38,26 @@ OVERLAP_S = 0.015
 # Layers are taken to arrive in so many parts, one after the other, and steps to need one after the
 # other; what the computing of one part leaves of a step may be done before all have come.
 LAYER_PARTS = 10
+
+
+class PrefillRates(Protocol):
+    """c, alpha and beta of the formula above, this machine's or another's."""
+
+    @property
+    def prefill_fixed_s(self) -> float: ...
+    @property
+    def prefill_s_per_token(self) -> float: ...
+    @property
+    def prefill_s_per_token_pair(self) -> float: ...
+
+
+def prefill_s(rates: PrefillRates, start: int, stop: int) -> float:
+    """Seconds to compute the KV of tokens [start, stop) of one sequence."""
+    if stop <= start:
+        return 0.0
+    pairs = (stop**2 - start**2) / 2
+    linear = rates.prefill_s_per_token * (stop - start)
+    return rates.prefill_fixed_s + linear + rates.prefill_s_per_token_pair * pairs
 
 
 @dataclass
@@ -93,11 +113,7 @@ class CostModel:
 
     def prefill_s(self, start: int, stop: int) -> float:
         """Seconds to compute the KV of tokens [start, stop) of one sequence."""
-        if stop <= start:
-            return 0.0
-        pairs = (stop**2 - start**2) / 2
-        linear = self.prefill_s_per_token * (stop - start)
-        return self.prefill_fixed_s + linear + self.prefill_s_per_token_pair * pairs
+        return prefill_s(self, start, stop)
 
     def step_s(self, ranges: Sequence[Range]) -> float:
         """Seconds of a step that computes several stretches of one sequence's tokens."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from chatkv.apart.transport import Rates
 from chatkv.engine.budget import CHUNK_TOKENS
+from chatkv.restore.cost import prefill_s
 
 _WEIGHT = 0.3  # how far one observation moves what is believed
 _MOST = 4.0  # and by how many times at most it is off
@@ -54,7 +55,7 @@ class RemoteCost:
         return Way(
             queue_s,
             self.overhead_s,
-            self.scale * rates.prefill_s(start, stop),
+            self.scale * prefill_s(rates, start, stop),
             num_bytes / self.bytes_per_s,
             max(1, -(-(stop - start) // CHUNK_TOKENS) * num_values),
         )

@@ -17,21 +17,8 @@ from chatkv.server.listen import Access, Tls
 from chatkv.words import size
 from decoders import LONG
 from prefillers import Prefiller, folders_in, prefiller
-from program import Ran, command, environment
+from program import command, environment, run
 from served import ask, chat, served, user
-
-
-def run(*arguments: str, **variables: str) -> Ran:
-    done = subprocess.run(
-        command(*arguments),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        stdin=subprocess.DEVNULL,
-        env=environment(**variables),
-    )
-    return Ran(done.returncode, done.stdout, done.stderr)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import os
 import pty
 import select
 import struct
-import subprocess
 import termios
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,26 +15,13 @@ import pytest
 
 from chatkv_store.conversations import Conversations, Session
 from forked import Forked, chatkv
-from program import Ran, command, environment
+from program import Ran, environment, run
 
 
 @pytest.fixture
 def process(home: Path) -> Callable[..., Ran]:
     """`process("sessions", "ls")` runs that in a process of its own."""
-
-    def call(*arguments: str, **variables: str) -> Ran:
-        done = subprocess.run(
-            command(*arguments),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-            stdin=subprocess.DEVNULL,
-            env=environment(**variables),
-        )
-        return Ran(done.returncode, done.stdout, done.stderr)
-
-    return call
+    return run
 
 
 @pytest.fixture

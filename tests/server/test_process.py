@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import stat
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from chatkv.session.turn import Listener
 from chatkv_store.blocks import BlockStore
 from chatkv_store.conversations import Conversations
 from engines import chat_with, end, eventually, greedy, running_engine, spawn
-from program import Ran, command, environment
+from program import Ran, run
 
 
 @pytest.fixture(autouse=True)
@@ -30,19 +29,6 @@ def _engine_allowed(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     monkeypatch.delenv("CHATKV_ENGINE")
     yield
     end(folders())
-
-
-def run(*arguments: str, **variables: str) -> Ran:
-    done = subprocess.run(
-        command(*arguments),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        stdin=subprocess.DEVNULL,
-        env=environment(**variables),
-    )
-    return Ran(done.returncode, done.stdout, done.stderr)
 
 
 def chain(session: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,3 +37,17 @@ def environment(**more: str) -> dict[str, str]:
     """
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return {**inherited, "PYTHONPATH": PYTHONPATH, **more}
+
+
+def run(*arguments: str, **variables: str) -> Ran:
+    """The program in a process of its own, to its end, with nothing to read."""
+    done = subprocess.run(
+        command(*arguments),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+        env=environment(**variables),
+    )
+    return Ran(done.returncode, done.stdout, done.stderr)
