@@ -27,11 +27,12 @@ class Terminal:
         self._tmux = ["tmux", "-f", "/dev/null", "-S", str(folder / "tmux.sock")]
 
     def start(self, *arguments: str, **variables: str) -> None:
-        """Run the program; what it prints after it has ended stays to be seen."""
+        """Run the program; what it prints last stays to be seen: a pane that ends with it may
+        lose that."""
         words = environment(TERM="xterm-256color", CHATKV_ENGINE="on", **variables)
         given = [word for name, value in words.items() for word in ("-e", f"{name}={value}")]
         size = ["-x", str(WIDTH), "-y", str(HEIGHT)]
-        self._run("new-session", "-d", *size, *given, *command(*arguments), ";", *_KEEP)
+        self._run("new-session", "-d", *size, *given, *_AND_STAY, *command(*arguments))
 
     def keys(self, *names: str) -> None:
         self._run("send-keys", *names)
@@ -61,7 +62,7 @@ class Terminal:
         return done.stdout
 
 
-_KEEP = ("set-option", "remain-on-exit", "on")
+_AND_STAY = ("sh", "-c", '"$@"; exec sleep 1000000', "sh")
 
 
 @pytest.fixture
