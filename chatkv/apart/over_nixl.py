@@ -67,7 +67,7 @@ class Agent:
     def meet(self, metadata: bytes) -> str:
         """Another agent's name, from its metadata."""
         with self._lock:
-            name = self._agent.add_remote_agent(metadata)
+            name: Any = self._agent.add_remote_agent(metadata)  # bytes, whatever it declares
             return name.decode() if isinstance(name, bytes) else str(name)
 
     def tell(self, other: str, stream: str, text: str) -> None:
