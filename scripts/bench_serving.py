@@ -49,10 +49,11 @@ class Sizes:
     arriving_prompt: int  # beside RUNNING answers
     repeats: int
     at_once: tuple[int, ...]  # sizes of static batches, and limits of running answers
+    places: int  # where running answers are looked at without the prompt
 
 
-QUICK = Sizes(32, 6, 12, 512, 1, (8, SLOTS))
-FULL = Sizes(64, 12, 24, 4096, 1, (8, SLOTS))
+QUICK = Sizes(32, 6, 12, 512, 1, (8, SLOTS), 2)
+FULL = Sizes(48, 12, 24, 4096, 1, (8, SLOTS), 4)
 RUNNING = 4
 SEED = 20
 
@@ -65,6 +66,7 @@ class Request:
     ids: list[int]
     num_tokens: int
     times: list[float] = field(default_factory=list)
+    said: list[int] = field(default_factory=list)
 
     @property
     def ttft_s(self) -> float:
@@ -232,7 +234,9 @@ def answer(
     request: Request,
     now: Callable[[], float],
     cancelled: Callable[[], bool] = lambda: False,
+    begin: Callable[[], object] = lambda: None,
 ) -> None:
+    """begin() is waited for between the prompt and the answer."""
     from chatkv.engine.options import SamplingOptions
     from chatkv.engine.sampling import Sampler
     from chatkv.engine.sequence import TokenSequence
@@ -241,14 +245,21 @@ def answer(
     sampler = Sampler(SamplingOptions(temperature=0), seed=0)
     with engine.memory.use(sequence):
         logits = engine.prefill(sequence)
-        for _ in engine.decode(
+        begin()
+        for token, _ in engine.decode(
             sequence, logits, sampler, frozenset(), request.num_tokens, cancelled
         ):
             request.times.append(now())
+            request.said.append(token)
 
 
 def serve_static(engine: Any, requests: list[Request], size: int) -> Served:
-    """One batch after the other, in this thread."""
+    """One batch after the other, on the thread and the cores that compute for turns too."""
+    engine.scheduler.compute(lambda: _serve_static(engine, requests, size))
+    return Served.of(requests)
+
+
+def _serve_static(engine: Any, requests: list[Request], size: int) -> None:
     from chatkv.engine.piece import Piece
     from chatkv.engine.sequence import TokenSequence
 
@@ -273,7 +284,6 @@ def serve_static(engine: Any, requests: list[Request], size: int) -> Served:
                     request.times.append(moment)
         for sequence in sequences:
             engine.pool.release(sequence.run)
-    return Served.of(requests)
 
 
 def time_of_a_step(engine: Any) -> float:
@@ -289,12 +299,18 @@ def time_of_a_step(engine: Any) -> float:
 def long_prompt_arrives(engine: Any, sizes: Sizes) -> list[Figure]:
     from chatkv.engine.budget import StepBudget
 
+    say(f"a prompt of {sizes.arriving_prompt} tokens alone ...")
+    engine.scheduler.budget = StepBudget()
+    alone = Request(0.0, long_prompt(sizes.arriving_prompt), 1)
+    began = time.perf_counter()
+    answer(engine, alone, time.perf_counter)
+    alone_s = alone.times[0] - began
     ways: dict[str, list[Arrival]] = {"chunks": [], "whole prompts": []}
     for _ in range(sizes.repeats):
         for name, arrivals in ways.items():
             say(f"a prompt of {sizes.arriving_prompt} tokens arrives, {name} ...")
             budget = StepBudget() if name == "chunks" else WholePrompts()
-            arrivals.append(arrival(engine, sizes.arriving_prompt, budget))
+            arrivals.append(arrival(engine, sizes.arriving_prompt, budget, sizes.places))
     figures = []
     for name, arrivals in ways.items():
         middle = sorted(arrivals, key=lambda one: one.ratio)[len(arrivals) // 2]
@@ -302,13 +318,14 @@ def long_prompt_arrives(engine: Any, sizes: Sizes) -> list[Figure]:
             Figure(
                 f"gaps p99 of {RUNNING} running answers while {sizes.arriving_prompt} tokens are "
                 f"read, {name}",
-                middle.beside_s * 1e3,
+                percentile(middle.beside_s, 99) * 1e3,
                 "ms",
-                middle.before_s * 1e3,
-                "before it arrived",
+                percentile(middle.without_s, 99) * 1e3,
+                "answers as long, without it",
                 goal=1.5 if name == "chunks" else None,
                 goal_is="<=",
-                note=f"the prompt's TTFT: {middle.ttft_s:.2f} s",
+                note=f"p50 {middle.ratio_p50:.2f}x; the prompt's TTFT: {middle.ttft_s:.2f} s, read "
+                f"alone {alone_s:.2f} s",
             )
         )
     return figures
@@ -316,25 +333,30 @@ def long_prompt_arrives(engine: Any, sizes: Sizes) -> list[Figure]:
 
 @dataclass(frozen=True)
 class Arrival:
-    before_s: float  # p99 of the gaps in the running answers
-    beside_s: float  # the same, while the prompt is read
+    """Of the gaps in running answers."""
+
+    without_s: Sequence[float]  # that answers of the same lengths have without the prompt
+    beside_s: Sequence[float]  # while it is read
     ttft_s: float  # of the prompt
 
     @property
     def ratio(self) -> float:
-        return self.beside_s / self.before_s
+        return percentile(self.beside_s, 99) / percentile(self.without_s, 99)
+
+    @property
+    def ratio_p50(self) -> float:
+        return percentile(self.beside_s, 50) / percentile(self.without_s, 50)
 
 
-def arrival(engine: Any, num_tokens: int, budget: Any) -> Arrival:
+def arrival(engine: Any, num_tokens: int, budget: Any, places: int) -> Arrival:
     engine.scheduler.budget = budget
     is_over = threading.Event()
     running = [Request(0.0, [7 + i] * 64, sys.maxsize) for i in range(RUNNING)]
-    prompt = Request(0.0, [index % 1000 for index in range(num_tokens)], 1)
+    prompt = Request(0.0, long_prompt(num_tokens), 1)
     arrived_s: list[float] = []
 
     def arrive() -> None:
-        # As many tokens before it as come beside it, or so.
-        while min(len(request.times) for request in running) < WARM_UP + max(64, num_tokens // 32):
+        while min(len(request.times) for request in running) < BEFORE:
             time.sleep(0.005)
         arrived_s.append(time.perf_counter())
         answer(engine, prompt, time.perf_counter)
@@ -345,17 +367,46 @@ def arrival(engine: Any, num_tokens: int, budget: Any) -> Arrival:
         for request in running
     ]
     run_all([*turns, arrive])
-    before, beside = [], []
-    for request in running:
-        for moment, gap in list(zip(request.times[1:], request.gaps_s, strict=True))[WARM_UP:]:
-            if moment < arrived_s[0]:
-                before.append(gap)
-            elif moment - gap < prompt.times[0]:
-                beside.append(gap)
-    return Arrival(percentile(before, 99), percentile(beside, 99), prompt.times[0] - arrived_s[0])
+    beside = [
+        gap
+        for request in running
+        for moment, gap in zip(request.times[1:], request.gaps_s, strict=True)
+        if moment >= arrived_s[0] and moment - gap < prompt.times[0]
+    ]
+    without = without_prompt(engine, running, places)
+    return Arrival(without, beside, prompt.times[0] - arrived_s[0])
+
+
+def without_prompt(engine: Any, running: Sequence[Request], places: int) -> list[float]:
+    """Gaps of the same answers with nothing beside them, in a few places from where they were when
+    the prompt arrived to where they were when it had been read: each token attends to all before
+    it, so answers slow down by themselves."""
+    gaps: list[float] = []
+    longest = min(len(request.said) for request in running)
+    span = max(0, longest - BEFORE - AT_EACH)
+    for num_said in sorted({BEFORE + span * place // (places - 1) for place in range(places)}):
+        again = [
+            Request(0.0, request.ids + request.said[:num_said], WARM_UP + AT_EACH)
+            for request in running
+        ]
+        together = threading.Barrier(RUNNING).wait
+        run_all(
+            [
+                lambda one=one, begin=together: answer(engine, one, time.perf_counter, begin=begin)
+                for one in again
+            ]
+        )
+        gaps += [gap for one in again for gap in one.gaps_s[WARM_UP:]]
+    return gaps
+
+
+def long_prompt(num_tokens: int) -> list[int]:
+    return [index % 1000 for index in range(num_tokens)]
 
 
 WARM_UP = 12  # tokens of each answer that are not counted
+BEFORE = 24  # that each has said when the prompt arrives
+AT_EACH = 40  # tokens of each answer at each of the places where it is looked at without the prompt
 
 
 # --- small things ---------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def test_it_comes_to_what_the_stall_permits(fixed: float, token: float, answers:
 
 
 def test_it_follows_what_steps_take() -> None:
-    budget = StepBudget()
+    budget = StepBudget(max_stall=1.4)
     assert 7 < run(budget, 100, 4, 0.02, 1e-3) < 9
     assert 79 < run(budget, 200, 4, 0.02, 1e-4) < 81
     assert 7 < run(budget, 200, 4, 0.02, 1e-3) < 9
