@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pydoc_data.topics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ RATIO_GOALS = {"lossless": 1.45, "packed": 1.4, "int4": 3.5}
 Bits = npt.NDArray[Any]
 
 
-def measure(options: Options) -> list[Figure]:
+def measure(options: Options) -> Iterator[Figure]:
     torch.set_num_threads(2)
     with tempfile.TemporaryDirectory() as folder:
         prepared = prepare(find_model(None, Path(folder)), "bfloat16", Path(folder))
@@ -51,7 +51,8 @@ def measure(options: Options) -> list[Figure]:
 
     say(f"quality over {num_tokens} tokens")
     measured = measure_codecs(decoder, layout, tokenizer.encode(text)[:num_tokens])
-    return [*speed_figures(layout, frequencies), *quality_figures(measured)]
+    yield from quality_figures(measured)
+    yield from speed_figures(layout, frequencies)
 
 
 def speed_figures(layout: KVLayout, frequencies: Bits) -> list[Figure]:

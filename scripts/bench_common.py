@@ -1,12 +1,13 @@
 #!/usr/bin/env python
 """What all benchmarks share: figures beside their baselines, as JSON, a table or a picture.
 
-    def measure(options: Options) -> list[Figure]: ...
+    def measure(options: Options) -> Iterator[Figure]: ...
 
     if __name__ == "__main__":
         run("what this measures", measure)
 
-gives a script the arguments --quick, --json FILE|- and --plot FILE.png. Run by itself, this prints
+gives a script the arguments --quick, --json FILE|- and --plot FILE.png. Ctrl-C or SIGTERM ends it,
+and what is measured by then is printed or written as if that were all. Run by itself, this prints
 the machine and the versions alone.
 """
 
@@ -16,10 +17,11 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -101,12 +103,13 @@ class Figure:
 
 def run(
     description: str,
-    measure: Callable[[Options], list[Figure]],
+    measure: Callable[[Options], Iterable[Figure]],
     draw: Callable[[Path], None] | None = None,
 ) -> None:
     """Read the arguments, measure, and print or write what came out.
 
-    `draw` makes a picture of the script's own for --plot, after measuring.
+    `draw` makes a picture of the script's own for --plot, after measuring. Stopped by a signal,
+    this exits as a program does that such a signal has ended.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="smaller sizes, under a minute")
@@ -114,13 +117,17 @@ def run(
     parser.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the ratios")
     arguments = parser.parse_args()
 
-    figures = measure(Options(quick=arguments.quick))
+    figures: list[Figure] = []
+    stopped_by = _collect(measure, Options(quick=arguments.quick), figures)
     where = machine()
     report = {
         "machine": where,
         "versions": versions(),
         "figures": [figure.to_dict() for figure in figures],
     }
+    if stopped_by is not None:
+        report["stopped"] = True
+        say("stopped: what is measured by now follows")
     if arguments.json == "-":
         json.dump(report, sys.stdout, indent=2)
         print()
@@ -128,10 +135,32 @@ def run(
         Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     else:
         print(table(where, figures))
-    if arguments.plot and draw is not None:
-        draw(arguments.plot)
-    elif arguments.plot:
-        plot(arguments.plot, description, figures)
+    if arguments.plot and figures:
+        draw(arguments.plot) if draw is not None else plot(arguments.plot, description, figures)
+    if stopped_by is not None:
+        sys.exit(128 + stopped_by)
+
+
+def _collect(
+    measure: Callable[[Options], Iterable[Figure]], options: Options, figures: list[Figure]
+) -> int | None:
+    """Add what is measured to `figures` as it comes; the number of the signal that ended it."""
+    came: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        came.append(number)
+        raise KeyboardInterrupt
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for figure in measure(options):
+            figures.append(figure)
+    except KeyboardInterrupt:
+        return came[0]
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return None
 
 
 def say(text: str) -> None:

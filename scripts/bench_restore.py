@@ -13,6 +13,7 @@ import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ CELLS: list[Cell] = []
 IN_MEMORY: dict[int, float] = {}  # seconds, by history length
 
 
-def measure(options: Options) -> list[Figure]:
+def measure(options: Options) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory() as home:
         os.environ |= {"CHATKV_HOME": home, "CHATKV_CALIBRATE": "0"}
         from chatkv.paths import folders
@@ -47,16 +48,16 @@ def measure(options: Options) -> list[Figure]:
         ):
             say("calibrating ...")
             runtime.calibrate()
-            opened = _opened_then_typed(runtime, conversations)
+            yield _opened_then_typed(runtime, conversations)
             lengths = [n for n in LENGTHS if n < runtime.engine.max_tokens]
             try:
                 _measure_grid(
                     runtime, Path(home), lengths[:2] if options.quick else lengths, options
                 )
             except KeyboardInterrupt:
-                say("stopped: what is measured by now follows")
-    CELLS[:] = [cell for cell in CELLS if all(cell.samples.values())]
-    return [*_cell_figures(), *_memory_figures(), opened, *_summary()]
+                yield from _grid_figures()
+                raise
+    yield from _grid_figures()
 
 
 def _measure_grid(runtime: Any, home: Path, lengths: list[int], options: Options) -> None:
@@ -128,6 +129,15 @@ def _opened_then_typed(runtime: Any, conversations: Any) -> Figure:
 
 
 # --- figures ----------------------------------------------------------------------------------
+
+
+def _grid_figures() -> Iterator[Figure]:
+    """Of the cells that were timed with each plan."""
+    CELLS[:] = [cell for cell in CELLS if all(cell.samples.values())]
+    if CELLS:
+        yield from _cell_figures()
+        yield from _memory_figures()
+        yield from _summary()
 
 
 def _cell_figures() -> list[Figure]:

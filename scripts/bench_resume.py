@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,14 @@ LENGTHS = (512, 2048, 4096, 6144)
 DECODE_STEPS = 8
 
 
-def measure(options: Options) -> list[Figure]:
+def measure(options: Options) -> Iterator[Figure]:
     repeat = 2 if options.quick else 5
-    figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as home:
         os.environ["CHATKV_HOME"] = home
-        figures += bench_commands()
+        yield from bench_commands()
         for num_tokens in (1024,) if options.quick else (1024, 4096, 7900):
-            figures += bench_resume(num_tokens, repeat)
-        figures += bench_beside_transformers((512, 1024) if options.quick else LENGTHS)
-    return figures
+            yield from bench_resume(num_tokens, repeat)
+        yield from bench_beside_transformers((512, 1024) if options.quick else LENGTHS)
 
 
 # --- resume -----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -109,7 +109,7 @@ class Served:
         return percentile(self.tpot_s, 99)
 
 
-def measure(options: Options) -> list[Figure]:
+def measure(options: Options) -> Iterator[Figure]:
     sizes = QUICK if options.quick else FULL
     os.environ["CHATKV_CALIBRATE"] = "0"
     with tempfile.TemporaryDirectory() as home:
@@ -120,7 +120,8 @@ def measure(options: Options) -> list[Figure]:
         with open_chat(folders(), ChatRequest()) as chat:
             engine = chat.runtime.engine
             step_s = time_of_a_step(engine)
-            return [*replay(engine, sizes, step_s), *long_prompt_arrives(engine, sizes)]
+            yield from replay(engine, sizes, step_s)
+            yield from long_prompt_arrives(engine, sizes)
 
 
 # --- a trace, three times -------------------------------------------------------------------------

@@ -79,7 +79,7 @@ class Answer:
         return (len(self.tokens) - 1) / max(self.counts.steps, 1)
 
 
-def measure(options: Options) -> list[Figure]:
+def measure(options: Options) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory() as home:
         os.environ |= {"CHATKV_HOME": home, "CHATKV_CALIBRATE": "0"}
         from chatkv.client import ChatRequest, open_chat
@@ -87,10 +87,9 @@ def measure(options: Options) -> list[Figure]:
 
         with open_chat(folders(), ChatRequest()) as chat:
             parts = chat.runtime.scratch_parts()
-            figures = [*step_costs(parts.engine, options.quick)]
+            yield from step_costs(parts.engine, options.quick)
             for kind, texts in prompts(options.quick).items():
-                figures += speeds(parts, kind, texts, options.quick)
-            return figures
+                yield from speeds(parts, kind, texts, options.quick)
 
 
 # --- a step ---------------------------------------------------------------------------------------

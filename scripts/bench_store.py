@@ -65,20 +65,18 @@ class History:
         return value
 
 
-def measure(options: Options) -> list[Figure]:
+def measure(options: Options) -> Iterator[Figure]:
     history = smollm2_history(256 if options.quick else HISTORY_TOKENS)
     with tempfile.TemporaryDirectory(dir=os.environ.get("CHATKV_BENCH_DIR")) as folder:
         say("storing it, raw and lossless")
         for name in ("raw", "lossless"):
             with BlockStore(Path(folder) / name) as store:
                 store.put(history.space, history.layout, history.blocks(), name)
+        yield from warm_figures(Path(folder), history)
         codec = codec_figures(history)
+        yield from codec
         decode_rates = [figure.value or 0.0 for figure in codec if "decode" in figure.name]
-        return [
-            *warm_figures(Path(folder), history),
-            cold_figure(Path(folder) / "lossless", history, *decode_rates),
-            *codec,
-        ]
+        yield cold_figure(Path(folder) / "lossless", history, *decode_rates)
 
 
 def smollm2_history(computed_tokens: int) -> History:

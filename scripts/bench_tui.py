@@ -21,7 +21,7 @@ import tempfile
 import termios
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,12 @@ SCREEN = (120, 40)
 FRAGMENT = 4  # characters, as a token has
 
 
-def measure(options: Options) -> list[Figure]:
+def measure(options: Options) -> Iterator[Figure]:
     repeats = 3 if options.quick else 9
     with tempfile.TemporaryDirectory() as home:
         os.environ |= {"CHATKV_HOME": home, "CHATKV_CALIBRATE": "0", "TEXTUAL_ANIMATIONS": "none"}
-        return [_first_paint(repeats), *asyncio.run(_in_process(options.quick))]
+        yield _first_paint(repeats)
+        yield from asyncio.run(_in_process(options.quick))
 
 
 # --- the real program -------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -200,12 +200,11 @@ def to_llama(context: int, decode_ms: float, folder: Path, steps: int) -> Figure
     )
 
 
-def measure(options: Options) -> list[Figure]:
+def measure(options: Options) -> Iterator[Figure]:
     prepare_to_compute()
     steps, rounds = (16, 1) if options.quick else (40, 3)
     contexts = (256,) if options.quick else (512, 4096)
     config = replace(ONE_B, num_layers=2) if options.quick else ONE_B
-    figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         native = choose_dtype(folder, torch.device("cpu"))
@@ -213,13 +212,12 @@ def measure(options: Options) -> list[Figure]:
         decoders = {name: smollm2(*form, folder, 8192) for name, form in asked.items()}
         for context in contexts:
             measured = talks(decoders, context, steps, rounds)
-            figures += figures_of("SmolLM2", context, native, measured)
-            figures.append(to_llama(context, measured["int4"][1], folder, steps))
+            yield from figures_of("SmolLM2", context, native, measured)
+            yield to_llama(context, measured["int4"][1], folder, steps)
         del decoders
         big = {name: one_b(*form, config, folder, 1024) for name, form in asked.items()}
         name = f"1B, {config.num_layers} layers"
-        figures += figures_of(name, 128, native, talks(big, 128, steps // 2, rounds))
-    return figures
+        yield from figures_of(name, 128, native, talks(big, 128, steps // 2, rounds))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -87,3 +88,31 @@ def test_the_json_of_a_script(tmp_path: Path) -> None:
     assert set(report) == {"machine", "versions", "figures"}
     assert report["machine"]["cores"] >= 1
     assert report["versions"]["python"].startswith("3.")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_is_measured_before_a_signal_is_kept(tmp_path: Path, number: signal.Signals) -> None:
+    script = f"""
+import sys, time
+sys.path.insert(0, {str(SCRIPTS)!r})
+from bench_common import Figure, run, say
+
+def measure(options):
+    yield Figure("first", 1.0, "s")
+    say("begun")
+    time.sleep(600)
+    yield Figure("second", 2.0, "s")
+
+run("a benchmark", measure)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script, "--json", str(tmp_path / "out.json")],
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None and process.stderr.readline() == "begun\n"
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert [figure["name"] for figure in report["figures"]] == ["first"]
+    assert report["stopped"] is True
