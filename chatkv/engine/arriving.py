@@ -16,6 +16,9 @@ class Gap(NamedTuple):
 
     behind: [start, stop) of tokens to compute in the same step; what lies between is there, or
     will be, layer by layer.
+    goes_on(layer): in front of which layer it is to be asked again whether [start, stop) are still
+    computed, beginning with 0; `layer`: they are not, from there on their KV is there too, or will
+    be. None, or a pass that cannot be cut: through all layers.
     wait_layer: waits until a layer's KV in front of the last of these tokens is there; raises
     LayerMissing where some never will be. None: it is there in all layers.
     """
@@ -24,6 +27,7 @@ class Gap(NamedTuple):
     stop: int
     behind: tuple[int, int] | None = None
     wait_layer: Callable[[int], None] | None = None
+    goes_on: Callable[[int], int] | None = None
 
 
 class Arriving(Protocol):

@@ -145,7 +145,7 @@ class Engine:
             piece = Piece(sequence, start, total, since, is_background=is_background)
             if arriving is not None:
                 gap = arriving.next_gap(start, total, CHUNK_TOKENS)
-                piece.wait_layer = gap.wait_layer
+                piece.wait_layer, piece.goes_on = gap.wait_layer, gap.goes_on
                 if gap.behind is not None:
                     piece.front = Piece(sequence, gap.start, gap.stop)
                 piece.start, piece.stop = gap.behind or gap[:2]

@@ -23,7 +23,7 @@ class Piece:
     be counted in by whoever accepts them.
     wait_layer(layer) is called before a layer attends to KV that is still arriving: a step of its
     own, since all of it may have to wait or to fail. front: a piece of the same sequence that is
-    computed in that step too, in front of what arrives.
+    computed in that step too, in front of what arrives, as far as goes_on says (see `Gap`).
     """
 
     sequence: TokenSequence
@@ -34,6 +34,7 @@ class Piece:
     is_background: bool = False
     wait_layer: Callable[[int], None] | None = None
     front: Piece | None = None
+    goes_on: Callable[[int], int] | None = None
     draft: Sequence[int] = ()
     # How the token that follows is drawn, where the runner may draw it, and put it into `token`;
     # and whether there is room for its KV, so that the step behind this one may begin.
@@ -82,3 +83,8 @@ class Piece:
     def left(self, num_layers: int) -> float:
         """What there is to do, the same."""
         return self.length * (num_layers - self.layer) / num_layers
+
+
+def with_fronts(pieces: Sequence[Piece]) -> list[Piece]:
+    """The pieces, each behind its front."""
+    return [part for piece in pieces for part in (piece.front, piece) if part is not None]

@@ -21,7 +21,7 @@ from chatkv.engine.decode_graph import DecodeGraph, Launch, Record, Row
 from chatkv.engine.device_draws import can_draw
 from chatkv.engine.options import SamplingOptions
 from chatkv.engine.paged import PagedPool
-from chatkv.engine.piece import Piece
+from chatkv.engine.piece import Piece, with_fronts
 from chatkv.engine.pool import BLOCK_TOKENS, BlockPool, Pool, RunSpan
 from chatkv.engine.sampling import Sampler
 from chatkv.engine.sequence import TokenSequence
@@ -74,12 +74,24 @@ class SpanRunner:
     def forward(self, pieces: Sequence[Piece]) -> Sequence[Tensor | None]:
         passes = {piece: piece.passing or self._begin(piece) for piece in pieces}
         stops = [piece.until or self.num_layers for piece in pieces]
+        for piece in pieces:
+            if piece.front is not None:
+                self._with_front(piece, piece.front, passes[piece])
         self.decoder.advance(list(passes.values()), stops)
         ended = [one for one, stop in zip(pieces, stops, strict=True) if stop == self.num_layers]
         logits = dict(zip(ended, self._logits(ended, passes), strict=True)) if ended else {}
         for piece in pieces:
             piece.passing = None if piece in logits else passes[piece]
         return [logits.get(piece) for piece in pieces]
+
+    def _with_front(self, piece: Piece, front: Piece, behind: Pass) -> None:
+        """Take both through the layers that `front` is computed in."""
+        ahead = self._begin(front)
+        while ahead.layer < self.num_layers:
+            stop = piece.goes_on(ahead.layer) if piece.goes_on is not None else self.num_layers
+            if stop == ahead.layer:
+                return
+            self.decoder.advance([ahead, behind], [stop, stop])
 
     def _begin(self, piece: Piece) -> Pass:
         run, is_draft = piece.sequence.run, bool(piece.draft)
@@ -133,7 +145,9 @@ class PagedRunner:
         else:
             graph = self._graph_for(pieces)
             if graph is None:
-                return by_piece(_on_host(self._pass(pieces)), pieces)
+                parts = with_fronts(pieces)
+                found = dict(zip(parts, by_piece(_on_host(self._pass(parts)), parts), strict=True))
+                return [found[piece] for piece in pieces]
             rows = list(range(len(pieces)))
             launch = graph.launch([Row.of(piece) for piece in pieces])
         self._pause = max(0, self._pause - 1)

@@ -200,7 +200,7 @@ class Scheduler:
     def _choose(self) -> list[Piece]:
         for piece in self._pending:
             if piece.wait_layer is not None:
-                return [piece.front, piece] if piece.front is not None else [piece]
+                return [piece]
         decodes = [piece for piece in self._pending if piece.is_decode]
         prefills = [piece for piece in self._pending if not piece.is_decode]
         tokens = self.budget.prefill_tokens(len(decodes) or len(self._late(self._last_tokens)))

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from chatkv.engine.budget import CHUNK_TOKENS as STEP_TOKENS
 from chatkv.engine.budget import StepRates
 from chatkv.paths import write_note
-from chatkv.restore.meeting import layered_s
+from chatkv.restore.meeting import layered_s, shared
 from chatkv_store.layout import BLOCK_TOKENS
 
 Range = tuple[int, int]  # tokens [start, stop)
@@ -60,15 +60,24 @@ def prefill_s(rates: PrefillRates, start: int, stop: int) -> float:
     return rates.prefill_fixed_s + linear + rates.prefill_s_per_token_pair * pairs
 
 
+def left_step_s(
+    step_s: Callable[[Sequence[Range]], float], ranges: Sequence[Range], share: float
+) -> float:
+    """Seconds of a step that computes its first range in a share of the layers only."""
+    return share * step_s(ranges) + (1 - share) * step_s(ranges[1:])
+
+
 @dataclass
 class Measured:
     """What a restore from both ends took, each end for itself: seconds of loading, and of prefill
     beside it."""
 
-    loaded: int = 0  # tokens
+    loaded: float = 0.0  # tokens; of one with some of its layers, that share
     load_s: float = 0.0
     steps: list[Sequence[Range]] = field(default_factory=list)  # what each one computed
     prefill_s: float = 0.0
+    # Of the first range of the last step: how many layers were computed, of how many.
+    front_layers: tuple[int, int] = 1, 1
 
     @property
     def computed(self) -> list[Range]:
@@ -107,7 +116,7 @@ class CostModel:
             return None
         return StepRates(self.step_fixed_s, self.step_s_per_answer, self.prefill_s_per_token)
 
-    def load_s(self, num_tokens: int) -> float:
+    def load_s(self, num_tokens: float) -> float:
         """Seconds to load the KV of num_tokens tokens into the pool."""
         return self.load_fixed_s + num_tokens * self.load_s_per_token if num_tokens else 0.0
 
@@ -141,8 +150,8 @@ class CostModel:
         and [loadable_from, loaded_to) is loaded from the last, each as far as suits best.
 
         Either steps of prefill take the front, and one more what follows, as its layers come; or,
-        of what is short, one step takes all of it (`both_ends`). The loader takes
-        load_cpu_s_per_token of the cores' time away from prefill.
+        of what is short, one step takes all of it, and the loader brings layers of that too
+        (`last_step`). It takes load_cpu_s_per_token of the cores' time away from prefill.
         """
         # Both take blocks, so on average a quarter of one by each is in the way where they meet.
         meeting_s = BLOCK_TOKENS / 4 * (self.load_s_per_token + self.prefill_s_per_token)
@@ -158,6 +167,10 @@ class CostModel:
         def together(meeting: int) -> float:
             loaded = loaded_to - meeting
             step_s = self.step_s([(start, meeting), rest]) + loaded * self.load_cpu_s_per_token
+            if start >= loadable_from:
+                load_s = (meeting - start) * self.load_s_per_token
+                share = shared(step_s, self.load_s(loaded), load_s)
+                step_s = share * step_s + (1 - share) * self.step_s([rest])
             return layered_s(step_s, self.load_s(loaded), 0.0, LAYER_PARTS)
 
         # Convex between its ends, where the fixed costs of loading or computing fall away.
@@ -173,7 +186,7 @@ class CostModel:
         last = min(loaded_to, start + STEP_TOKENS - (stop - loaded_to))
         return min([best_s, *map(together, range(first, last + 1, BLOCK_TOKENS))])
 
-    def after_load(self, num_tokens: int, seconds: float, cpu_s: float = 0.0) -> CostModel:
+    def after_load(self, num_tokens: float, seconds: float, cpu_s: float = 0.0) -> CostModel:
         """This model, corrected by one load, which took `cpu_s` of every core."""
         scale = _damped(seconds, self.load_s(num_tokens))
         cpu = _damped(cpu_s, num_tokens * self.load_cpu_s_per_token) if cpu_s else 1.0
@@ -197,8 +210,10 @@ class CostModel:
             model = model.after_load(ends.loaded, ends.load_s)
         if ends.steps:
             beside_s = ends.loaded * self.load_cpu_s_per_token
-            expected_s = sum(self.step_s(step) for step in ends.steps) + beside_s
-            model = model._after_prefill(ends.prefill_s, expected_s)
+            expected_s = sum(self.step_s(step) for step in ends.steps[:-1])
+            computed, of_all = ends.front_layers
+            expected_s += left_step_s(self.step_s, ends.steps[-1], computed / of_all)
+            model = model._after_prefill(ends.prefill_s, expected_s + beside_s)
         return model
 
     def after_no_load(self) -> CostModel:

@@ -23,7 +23,9 @@ class Estimates:
         self.step_s, self._num_groups = step_s, num_groups
         self.loading, self.computing = RunPace(load_block_s, num_groups), Pace()
 
-    def pull(self, index: int, gap: int, rest: Range, is_alone: bool) -> Pull:
+    def pull(
+        self, index: int, gap: int, rest: Range, is_alone: bool, is_shared: bool = False
+    ) -> Pull:
         """What is left from block `index` on, where `gap` blocks are neither there nor on their
         way, and the tokens of `rest` follow the history."""
         start, pace = index * BLOCK_TOKENS, self.computing.factor
@@ -34,7 +36,8 @@ class Estimates:
         rest_s = self.step_s([rest]) * pace - fixed_s if rest[1] > rest[0] else 0.0
         load_s, left_s = self.loading.block_s, self.loading.left_s
         num_groups = self._num_groups if is_alone else 1
-        return Pull(gap, load_s, two_s - one_s, fixed_s, rest_s, left_s, num_groups)
+        each_s = two_s - one_s
+        return Pull(gap, load_s, each_s, fixed_s, rest_s, left_s, num_groups, is_shared)
 
     def is_too_slow(self, num_wanted: int, missing: Range, total: int) -> bool:
         """Whether both ends together would have the KV of the tokens `missing`, and what follows

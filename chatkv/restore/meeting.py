@@ -18,7 +18,7 @@ class Pull:
     load_s, compute_s: of each block; fixed_s: of each step beside its tokens; rest_s: of computing
     what follows the history; left_s: until the loader has done what it is busy with.
     num_groups: in so many parts, one after the other, the layers of a load arrive; 1: what follows
-    waits for all of them.
+    waits for all of them. is_shared: the last step leaves layers of what it takes to the loader.
     """
 
     gap: int
@@ -28,6 +28,7 @@ class Pull:
     rest_s: float
     left_s: float = 0.0
     num_groups: int = 1
+    is_shared: bool = False
 
     def apart_s(self, taken: int) -> float:
         """Until all is there, if a step computes the next `taken` blocks, and another one what
@@ -40,8 +41,12 @@ class Pull:
     def together_s(self, taken: int) -> float:
         """The same, if one step computes both."""
         computing_s = self.fixed_s + taken * self.compute_s + self.rest_s
-        load_s = (self.gap - taken) * self.load_s
-        return layered_s(computing_s, load_s, self.left_s, self.num_groups)
+        before_s = (self.gap - taken) * self.load_s
+        if self.is_shared:
+            last_s, load_s = self.fixed_s + self.rest_s, taken * self.load_s
+            share = shared(computing_s, self.left_s + before_s, load_s)
+            computing_s = share * computing_s + (1 - share) * last_s
+        return layered_s(computing_s, before_s, self.left_s, self.num_groups)
 
     def share_apart(self, most: int) -> int:
         """How many blocks a step that takes them alone should compute, at most `most`; 0: the
@@ -58,6 +63,12 @@ class Pull:
     @property
     def _last_s(self) -> float:
         return self.fixed_s + self.rest_s if self.num_groups > 1 else 0.0
+
+
+def shared(computing_s: float, begins_s: float, load_s: float) -> float:
+    """Of the layers that a step computes from the first on in computing_s, and the loader brings
+    from the last on in load_s, from begins_s on: the share that is the step's where they meet."""
+    return min(1.0, (begins_s + load_s) / max(computing_s + load_s, 1e-12))
 
 
 def layered_s(computing_s: float, load_s: float, left_s: float, num_groups: int) -> float:

@@ -32,6 +32,11 @@ class Pace:
         self._began = None
 
     @property
+    def expected_s(self) -> float:
+        """Of the piece on its way, by what was expected at first."""
+        return self._expected_s
+
+    @property
     def is_busy(self) -> bool:
         return self._began is not None
 
@@ -61,6 +66,7 @@ class RunPace(Pace):
         super().__init__()
         self._load_block_s, self._num_groups = load_block_s, num_groups
         self.run = range(0)  # blocks that are just being loaded
+        self._run_groups = num_groups  # of so many parts
         self._groups_ready = self._layers_ready = 0
         self._groups_took_s = 0.0
 
@@ -68,12 +74,14 @@ class RunPace(Pace):
     def block_s(self) -> float:
         """Seconds to load one block."""
         if self.is_busy and self.run:
-            return (self.elapsed_s + self.left_s) / len(self.run)
+            return (self.elapsed_s + self.left_s) / (len(self.run) * self._share)
         return self._load_block_s * self.factor
 
-    def begin_run(self, run: range) -> None:
+    def begin_run(self, run: range, num_groups: int | None = None) -> None:
+        """num_groups: only so many parts of these blocks."""
         self.run, self._groups_ready, self._layers_ready = run, 0, 0
-        self.begin(self._load_block_s * len(run))
+        self._run_groups = num_groups or self._num_groups
+        self.begin(self._load_block_s * len(run) * self._share)
 
     def layers_came(self, num_layers: int) -> None:
         """The next part of the run is there, and with it so many of its layers."""
@@ -86,9 +94,15 @@ class RunPace(Pace):
 
     def end_run(self, is_whole: bool) -> float:
         """The run is done, or was left as it is; the seconds that it took."""
-        share = 1.0 if is_whole else max(self._groups_ready, 1) / self._num_groups
-        expected_s, self.run = self._load_block_s * len(self.run) * share, range(0)
+        share = 1.0 if is_whole else max(self._groups_ready, 1) / self._run_groups
+        expected_s = self._load_block_s * len(self.run) * self._share * share
+        self.run = range(0)
         return self.end(expected_s)
+
+    @property
+    def _share(self) -> float:
+        """Of its blocks, how much the run brings."""
+        return self._run_groups / self._num_groups
 
     @property
     def left_s(self) -> float:
@@ -97,5 +111,5 @@ class RunPace(Pace):
             return 0.0
         elapsed_s, ready = self.elapsed_s, self._groups_ready
         took_s = self._groups_took_s / ready if ready else self._expected_s * self._factor
-        group_s = took_s if ready else took_s / self._num_groups
-        return max(group_s, elapsed_s / (ready + 1)) * self._num_groups - elapsed_s
+        group_s = took_s if ready else took_s / self._run_groups
+        return max(group_s, elapsed_s / (ready + 1)) * self._run_groups - elapsed_s

@@ -20,9 +20,10 @@ from chatkv.engine.scheduler import Cancelled
 from chatkv.engine.sequence import TokenSequence
 from chatkv.errors import PersistenceError
 from chatkv.model.rope import inverse_frequencies
-from chatkv.restore.both_ends import BothEnds, OnLayers
+from chatkv.restore.both_ends import BothEnds
 from chatkv.restore.calibration import Calibration, Progress, calibrate
 from chatkv.restore.cost import OVERLAP_S, CostFile, Range
+from chatkv.restore.end_loader import OnLayers
 from chatkv.restore.fetching import Fetching
 from chatkv.restore.layers import Arrived, LayerLoad
 from chatkv.restore.misses import (
@@ -433,7 +434,10 @@ class Restorer:
         into = self.reach.destination(sequence.run)
 
         def load(
-            blocks: Sequence[StoredBlock], on_layers: OnLayers, stop: Callable[[], bool]
+            blocks: Sequence[StoredBlock],
+            groups: range,
+            on_layers: OnLayers,
+            stop: Callable[[], bool],
         ) -> tuple[int, int, str | None]:
             assert self.disk is not None and self._saver is not None
             ends = list(accumulate(block.num_tokens for block in blocks))
@@ -446,7 +450,9 @@ class Restorer:
                 return stop() or (cancelled is not None and cancelled())
 
             store, threads = self.disk.store, default_threads()
-            done = load_blocks(store, blocks, self.layout, into, threads, on_group, is_over)
+            done = load_blocks(
+                store, blocks, self.layout, into, threads, on_group, is_over, groups=groups
+            )
             sound = bisect_right(ends, done.num_tokens_ok)
             self._saver.loaded(sequence, blocks[:sound])
             damage = next(iter(done.misses), None)
@@ -463,7 +469,8 @@ class Restorer:
             self.cost.load_s_per_token * BLOCK_TOKENS,
             self.cost.step_s,
             self._is_alone,
-            self.layout.num_values,
+            [self.layout.value_layers(group) for group in range(self.layout.num_values)],
+            can_leave=self.engine.runner.num_layers > 1,
         )
 
     def _drop(self, sequence: TokenSequence, damaged: StoredBlock) -> None:

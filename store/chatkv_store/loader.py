@@ -67,19 +67,22 @@ def load_blocks(
     on_group_done: Callable[[int, int], None] | None = None,
     stop: Callable[[], bool] | None = None,
     positions: Sequence[int] | None = None,
+    groups: range | None = None,
 ) -> LoadResult:
     """Decode `blocks` (a chain, as `BlockStore.match` returns it) into `destination`.
 
     `destination` is [num_layers, 2 (K, V), num_kv_heads, tokens, head_dim] bits of any strides, or
     stands for such; block `i` goes to the tokens from `positions[i]`, by default its own `start`.
     `on_group_done(group, num_tokens_ok)` is called for each layer group in order, on one of the
-    threads, when all that will come of it has come. `stop()` is asked between values.
+    threads, when all that will come of it has come. `stop()` is asked between values. `groups`:
+    only these, and what is said to have arrived has in these.
     """
     into = destination if isinstance(destination, Destination) else _Array(layout, destination)
-    load = _Load(store, blocks, layout, into, on_group_done, stop, positions, threads)
+    groups = range(layout.num_values) if groups is None else groups
+    load = _Load(store, blocks, layout, into, on_group_done, stop, positions, threads, groups)
     workers = [
         threading.Thread(target=load.work, name=f"kv-read-{i}", daemon=True)
-        for i in range(max(1, min(threads, len(blocks) * layout.num_values)))
+        for i in range(max(1, min(threads, len(blocks) * len(groups))))
     ]
     try:
         for worker in workers:
@@ -130,10 +133,11 @@ class _Load:
         stop: Callable[[], bool] | None,
         positions: Sequence[int] | None,
         threads: int,
+        groups: range,
     ) -> None:
         self._store = store
         self._blocks = blocks
-        self._destination, self._layout = destination, layout
+        self._destination, self._groups = destination, groups
         self._on_group_done = on_group_done
         self._stop = stop
         self._positions = positions if positions is not None else [b.start for b in blocks]
@@ -141,11 +145,11 @@ class _Load:
         longest = max(1, min(destination.run_blocks, len(blocks) // threads))
         runs = _runs(blocks, self._positions, layout.block_tokens, longest)
         self._tasks: Iterator[tuple[int, range]] = (
-            (group, run) for group in range(layout.num_values) for run in runs
+            (group, run) for group in groups for run in runs
         )
         self._loaded = [0] * len(blocks)  # values in place, per block
-        self._pending = [len(blocks)] * layout.num_values  # blocks to come, per group
-        self._next_report = 0
+        self._pending = dict.fromkeys(groups, len(blocks))  # blocks to come, per group
+        self._next_report = groups.start
         self._reporting = threading.Lock()
         self._limit = len(blocks)  # the first bad block; later ones are of no use
         self._misses: dict[int, str] = {}
@@ -208,7 +212,7 @@ class _Load:
         """Call `on_group_done` for every group whose turn has come."""
         assert self._on_group_done is not None
         with self._reporting:
-            while self._next_report < len(self._pending) and not self._pending[self._next_report]:
+            while self._next_report in self._groups and not self._pending[self._next_report]:
                 group = self._next_report
                 self._next_report += 1
                 usable = self._blocks[: self._limit]
@@ -218,7 +222,7 @@ class _Load:
         """Tokens of the leading blocks of which every value is in place."""
         tokens = 0
         for block, loaded in zip(self._blocks, self._loaded, strict=True):
-            if loaded != self._layout.num_values:
+            if loaded != len(self._groups):
                 break
             tokens += block.num_tokens
         return tokens

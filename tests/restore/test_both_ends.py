@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatkv.client import ChatRequest, OpenChat, open_chat
-from chatkv.engine.arriving import LayerMissing
+from chatkv.engine.arriving import Gap, LayerMissing
 from chatkv.engine.options import SamplingOptions
 from chatkv.engine.pool import BLOCK_TOKENS
 from chatkv.paths import folders
-from chatkv.restore import both_ends
-from chatkv.restore.both_ends import BothEnds, OnLayers
+from chatkv.restore import end_loader
+from chatkv.restore.both_ends import BothEnds
 from chatkv.restore.cost import Range
+from chatkv.restore.end_loader import OnLayers
 from chatkv.restore.pace import Pace
 from chatkv.session.turn import Listener, TurnOptions
 from chatkv_store.chain import StoredBlock
@@ -30,13 +31,25 @@ Checkpoint = Callable[..., Path]
 LAYERS = 3
 
 
-class Walk:
-    """A prefill that computes nothing but notes who brought which token."""
+def layers(count: int) -> list[range]:
+    """So many, each arriving by itself."""
+    return [range(layer, layer + 1) for layer in range(count)]
 
-    def __init__(self, stored: Sequence[int | None], first: int, behaviour: random.Random) -> None:
-        self.tokens: dict[int, str] = {}
-        self.layers: set[tuple[int, int]] = set()  # (start of a block, layer) that have come
-        self.num_waits = 0
+
+class Walk:
+    """A prefill that computes nothing but notes who brought which token, in which layer."""
+
+    def __init__(
+        self,
+        stored: Sequence[int | None],
+        first: int,
+        behaviour: random.Random,
+        can_leave: bool,
+    ) -> None:
+        self.tokens: dict[tuple[int, int], str] = {}
+        self.num_waits = self.num_left = self.num_missing = 0
+        self.left_half: set[int] = set()  # blocks of which some layers were loaded for nothing
+        self.brought = 0.0  # tokens
         self.behaviour, self.lock = behaviour, threading.Lock()
         header: Any = None
         self.blocks = [
@@ -52,11 +65,16 @@ class Walk:
             load_block_s,
             lambda ranges: 1e-4 + sum(1e-5 * (stop - start) for start, stop in ranges),
             is_alone=lambda: behaviour.random() < 0.8,
-            num_groups=LAYERS,
+            groups=layers(LAYERS),
+            can_leave=can_leave,
         )
 
     def load(
-        self, blocks: Sequence[StoredBlock], on_layers: OnLayers, stop: Callable[[], bool]
+        self,
+        blocks: Sequence[StoredBlock],
+        groups: range,
+        on_layers: OnLayers,
+        stop: Callable[[], bool],
     ) -> tuple[int, int, str | None]:
         sound = (
             len(blocks) if self.behaviour.random() < 0.8 else self.behaviour.randrange(len(blocks))
@@ -64,15 +82,18 @@ class Walk:
         if self.behaviour.random() < 0.05:
             raise OSError("the disk is gone")
         # All layers of the sound ones come; of the others, perhaps some.
-        for layer in range(LAYERS if sound == len(blocks) else self.behaviour.randrange(LAYERS)):
+        come = groups if sound == len(blocks) else groups[: self.behaviour.randrange(LAYERS)]
+        self.left_half |= {block.start for block in blocks[sound:]}
+        for layer in come:
             time.sleep(self.behaviour.random() * 0.002 / LAYERS)
             if stop():
+                self.left_half |= {block.start for block in blocks}
                 return 0, 0, None
-            with self.lock:
-                self.layers |= {(block.start, layer) for block in blocks}
+            for block in blocks:
+                self.note(block.start, block.start + block.num_tokens, layer, "loaded")
             on_layers(layer + 1)
-        for block in blocks[:sound]:
-            self.note(block.start, block.start + block.num_tokens, "loaded")
+        if sound == len(blocks):
+            self.brought += sum(block.num_tokens for block in blocks) * len(groups) / LAYERS
         return sound, sound, None if sound == len(blocks) else "damaged"
 
     def prefill(self, start: int, total: int) -> None:
@@ -84,36 +105,42 @@ class Walk:
             assert sum(stop - start for start, stop in parts) <= 128
             assert all(start < stop <= total for start, stop in parts)
             try:
-                self.attend(position, parts, gap.wait_layer)
+                self.compute(position, parts, gap)
             except LayerMissing:
+                self.num_missing += 1
                 position = position if gap.behind is None else gap.start
                 continue
-            time.sleep(self.behaviour.random() * 0.001)
-            for begin, stop in parts:
-                self.note(begin, stop, "computed")
             position = parts[-1][1]
             self.both.computed(position)
 
-    def attend(
-        self, start: int, parts: Sequence[Range], wait: Callable[[int], None] | None
-    ) -> None:
-        """Find the KV of the tokens from `start` on that the parts leave out, layer by layer."""
-        computed = {token for begin, stop in parts for token in range(begin, stop)}
-        tokens = [token for token in range(start, parts[-1][0]) if token not in computed]
-        self.num_waits += wait is not None
+    def compute(self, start: int, parts: Sequence[Range], gap: Gap) -> None:
+        """Layer by layer; whatever the last part attends to has to be there."""
+        ask_at, is_asked = 0, gap.goes_on is not None
+        self.num_waits += gap.wait_layer is not None
         for layer in range(LAYERS):
-            if wait is not None:
-                wait(layer)
-            for token in tokens:
-                block = token // BLOCK_TOKENS * BLOCK_TOKENS
-                is_loaded = self.tokens.get(token) == "loaded" or (block, layer) in self.layers
-                assert is_loaded, f"token {token} was skipped"
+            if gap.goes_on is not None and is_asked and layer == ask_at:
+                ask_at = gap.goes_on(layer)
+                is_asked = ask_at > layer
+                if not is_asked:
+                    self.num_left += 1
+                    parts = parts[1:]
+            if gap.wait_layer is not None:
+                gap.wait_layer(layer)
+            time.sleep(self.behaviour.random() * 0.001 / LAYERS)
+            for begin, stop in parts:
+                self.note(begin, stop, layer, "computed")
+            for token in range(start, parts[-1][0]):
+                assert (token, layer) in self.tokens, f"token {token} was skipped"
 
-    def note(self, start: int, stop: int, how: str) -> None:
+    def note(self, start: int, stop: int, layer: int, how: str) -> None:
         with self.lock:
             for token in range(start, stop):
-                assert token not in self.tokens, f"token {token} came twice"
-                self.tokens[token] = how
+                before = self.tokens.get((token, layer))
+                assert how == "computed" or before != "computed", "it is prefill's"
+                is_half = token // BLOCK_TOKENS * BLOCK_TOKENS in self.left_half
+                is_fine = before is None or is_half or self.num_missing
+                assert is_fine, f"token {token} came twice"
+                self.tokens[token, layer] = how
 
 
 @given(
@@ -123,9 +150,16 @@ class Walk:
     tail=st.integers(1, BLOCK_TOKENS),
     first=st.integers(0, 5),
     prompt=st.integers(1, 300),
+    can_leave=st.booleans(),
 )
 def test_every_token_is_brought_once(
-    seed: int, holes: list[int], length: int, tail: int, first: int, prompt: int
+    seed: int,
+    holes: list[int],
+    length: int,
+    tail: int,
+    first: int,
+    prompt: int,
+    can_leave: bool,
 ) -> None:
     stored: list[int | None] = [*[BLOCK_TOKENS] * (length - 1), tail]
     for hole in holes:
@@ -133,19 +167,22 @@ def test_every_token_is_brought_once(
             stored[hole] = None
     while stored and stored[-1] is None:
         stored.pop()
-    walk = Walk(stored, first, random.Random(seed))
+    walk = Walk(stored, first, random.Random(seed), can_leave)
     in_pool = min(first * BLOCK_TOKENS, max(0, (length - 1) * BLOCK_TOKENS))
     total = (length - 1) * BLOCK_TOKENS + tail + prompt
     walk.prefill(in_pool, total)
     walk.both.close()
-    loaded = sum(how == "loaded" for token, how in walk.tokens.items() if token >= in_pool)
-    assert walk.both.num_loaded == loaded
-    assert all(token in walk.tokens for token in range(in_pool, total))
+    loaded = sum(how == "loaded" for (token, _), how in walk.tokens.items() if token >= in_pool)
+    assert abs(walk.both.num_loaded - loaded / LAYERS) < 1, "of a token in part, its share"
+    expected = {(token, layer) for token in range(in_pool, total) for layer in range(LAYERS)}
+    assert expected <= set(walk.tokens)
     measured = walk.both.measured
     timed = [token for step in measured.steps for one in step for token in range(*one)]
     assert len(timed) == len(set(timed))
-    assert {walk.tokens[token] for token in timed} <= {"computed"}
-    assert measured.loaded <= sum(how == "loaded" for how in walk.tokens.values())
+    assert {walk.tokens[token, 0] for token in timed} <= {"computed"}
+    assert measured.loaded <= walk.brought + 1e-9
+    notices = [line for line in walk.both.notices if "damaged" not in line]
+    assert all("the disk is gone" in line for line in notices)
 
 
 def test_a_pace_is_known_after_one_piece_and_follows_the_next(
@@ -195,14 +232,14 @@ def test_what_follows_begins_with_the_layers_of_the_last_block_that_have_come(
     came, go_on = threading.Event(), threading.Event()
 
     def load(
-        blocks: Sequence[StoredBlock], on_layers: OnLayers, stop: Callable[[], bool]
+        blocks: Sequence[StoredBlock], groups: range, on_layers: OnLayers, stop: Callable[[], bool]
     ) -> tuple[int, int, str | None]:
         on_layers(1)
         came.set()
         go_on.wait()
         return (1, 10, None) if is_sound else (0, 10, "damaged")
 
-    both = BothEnds([block(0)], 0, load, 1e-6, hours, num_groups=2)
+    both = BothEnds([block(0)], 0, load, 1e-6, hours, groups=layers(2))
     came.wait()
     gap = both.next_gap(0, 80, 512)
     assert gap[:3] == (64, 80, None) and gap.wait_layer is not None
@@ -223,7 +260,7 @@ def test_beside_others_what_follows_waits_for_the_whole_block() -> None:
     came, go_on = threading.Event(), threading.Event()
 
     def load(
-        blocks: Sequence[StoredBlock], on_layers: OnLayers, stop: Callable[[], bool]
+        blocks: Sequence[StoredBlock], groups: range, on_layers: OnLayers, stop: Callable[[], bool]
     ) -> tuple[int, int, str | None]:
         came.set()
         go_on.wait()
@@ -232,7 +269,7 @@ def test_beside_others_what_follows_waits_for_the_whole_block() -> None:
     both = BothEnds([block(0)], 0, load, 1e-6, seconds, is_alone=lambda: False)
     came.wait()
     threading.Timer(0.05, go_on.set).start()
-    assert both.next_gap(0, 80, 512)[:] == (64, 80, None, None)
+    assert both.next_gap(0, 80, 512)[:] == (64, 80, None, None, None)
     assert go_on.is_set()
     both.close()
 
@@ -241,18 +278,18 @@ def test_the_last_step_takes_what_follows_while_the_others_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One step computes the front and the prompt, the loader brings the rest in one go."""
-    monkeypatch.setattr(both_ends, "START_S", 60.0)
+    monkeypatch.setattr(end_loader, "START_S", 60.0)
     asked, go_on = [], threading.Event()
 
     def load(
-        blocks: Sequence[StoredBlock], on_layers: OnLayers, stop: Callable[[], bool]
+        blocks: Sequence[StoredBlock], groups: range, on_layers: OnLayers, stop: Callable[[], bool]
     ) -> tuple[int, int, str | None]:
         asked.append([one.start // BLOCK_TOKENS for one in blocks])
         on_layers(1)
         go_on.wait()
         return len(blocks), 10, None
 
-    both = BothEnds([block(i) for i in range(6)], 0, load, 3600.0, hours, num_groups=10)
+    both = BothEnds([block(i) for i in range(6)], 0, load, 3600.0, hours, groups=layers(10))
     gap = both.next_gap(0, 400, 512)
     assert gap[:3] == (0, 192, (384, 400)) and gap.wait_layer is not None
     assert both.num_loaded == 192
@@ -269,11 +306,11 @@ def test_a_step_that_waits_for_too_much_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Loading was believed to be fast: what the last step left to it goes back to both ends."""
-    monkeypatch.setattr(both_ends, "START_S", 60.0)
+    monkeypatch.setattr(end_loader, "START_S", 60.0)
     stopped = threading.Event()
 
     def load(
-        blocks: Sequence[StoredBlock], on_layers: OnLayers, stop: Callable[[], bool]
+        blocks: Sequence[StoredBlock], groups: range, on_layers: OnLayers, stop: Callable[[], bool]
     ) -> tuple[int, int, str | None]:
         while not stop():
             time.sleep(0.001)
@@ -283,7 +320,7 @@ def test_a_step_that_waits_for_too_much_is_given_up(
     def step_s(ranges: Sequence[Range]) -> float:
         return 0.02 * seconds(ranges)
 
-    both = BothEnds([block(i) for i in range(6)], 0, load, 1e-6, step_s, num_groups=10)
+    both = BothEnds([block(i) for i in range(6)], 0, load, 1e-6, step_s, groups=layers(10))
     gap = both.next_gap(0, 400, 512)
     assert gap[:3] == (384, 400, None) and gap.wait_layer is not None
     with pytest.raises(LayerMissing):
@@ -359,7 +396,7 @@ def test_a_loader_that_fails_midway_leaves_the_rest_to_prefill(
     twin = fork(session)
     original = restorer.load_blocks
 
-    def failing(store: Any, blocks: Any, layout: Any, into: Any, *options: Any) -> Any:
+    def failing(store: Any, blocks: Any, layout: Any, into: Any, *options: Any, **more: Any) -> Any:
         original(store, blocks[:1], layout, into, 1)
         raise StoreError("the disk is gone")
 
