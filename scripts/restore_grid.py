@@ -131,6 +131,9 @@ class Grid:
         """Give the cost model this source's rate, by loading from it as calibration does."""
         from chatkv.restore.calibration import Sample, fit_loads
 
+        if source.share is None:  # calibrated; which pages are cold, the planner sees by itself
+            self.costs[source] = self.restorer.cost
+            return
         say(f"{source.name}: rates ...")
         samples = []
         for count in LEARNT_FROM:
@@ -144,6 +147,7 @@ class Grid:
     def plan(self, cell: Cell) -> None:
         """What the planner says of a cell."""
         self.restorer.cost = self.costs[cell.source]
+        self._set(cell.source)
         plan = self._plan(cell.num_tokens, "auto").plan
         cell.chosen = plan.chosen
         cell.predicted = {way: ms / 1e3 for way, ms in plan.alternatives_ms.items()}

@@ -79,6 +79,7 @@ def _show(output: Output) -> None:
         [
             Column("MODEL", lambda row: row["model"], is_flexible=True, colour="cyan"),
             Column("LOAD", lambda row: _rate(row["load_4k_s"]), is_number=True),
+            Column("COLD", lambda row: _rate(row["load_cold_4k_s"]), is_number=True),
             Column("ERROR", lambda row: _error(row["load_error"]), is_number=True),
             Column("PREFILL", lambda row: _rate(row["prefill_4k_s"]), is_number=True),
             Column("ERROR", lambda row: _error(row["prefill_error"]), is_number=True),
@@ -90,7 +91,8 @@ def _show(output: Output) -> None:
     )
     if rows and output.is_human:
         output.note(
-            "tokens a second for 4,096 tokens; ERROR: how far predictions were off lately; STEP: "
+            "tokens a second for 4,096 tokens; LOAD: of pages that are in memory, COLD: that are "
+            "not, as each turn finds them; ERROR: how far predictions were off lately; STEP: "
             f"one token of {_ANSWERS} answers; BESIDE: tokens of prompts that are read beside it; "
             "SEEN: measurements and corrections so far"
         )
@@ -103,6 +105,7 @@ def _values(cost: CostModel) -> dict[str, Any]:
         "prefill_beside": steps.prefill_tokens(_ANSWERS) if steps else None,
         "prefill_4k_s": cost.prefill_s(0, _TOKENS),
         "load_4k_s": cost.load_s(_TOKENS),
+        "load_cold_4k_s": None if cost.cold_s_per_token is None else _cold(cost).load_s(_TOKENS),
     }
 
 
@@ -123,8 +126,13 @@ def _measured(found: Calibration) -> list[dict[str, Any]]:
         codec, cost = loads.codec, found.cost_of(loads) if number else found.cost
         rows += [_load(f"load, {codec}", s, cost.load_s(s.num_tokens)) for s in loads.warm]
         if loads.cold is not None:
-            rows.append(_load(f"load, {codec}, cold", loads.cold, None))
+            fitted_s = _cold(cost).load_s(loads.cold.num_tokens)
+            rows.append(_load(f"load, {codec}, cold", loads.cold, fitted_s))
     return rows
+
+
+def _cold(cost: CostModel) -> CostModel:
+    return cost.with_cold(1.0)
 
 
 def _load(what: str, sample: Sample, fitted_s: float | None) -> dict[str, Any]:
@@ -160,8 +168,8 @@ def _bytes(num_bytes: int | None) -> str:
     return "" if num_bytes is None else f"{num_bytes:,}"
 
 
-def _rate(seconds: float) -> str:
-    return f"{_TOKENS / max(seconds, 1e-9):,.0f}/s"
+def _rate(seconds: float | None) -> str:
+    return "" if seconds is None else f"{_TOKENS / max(seconds, 1e-9):,.0f}/s"
 
 
 def _error(error: float | None) -> str:

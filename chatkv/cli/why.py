@@ -88,13 +88,17 @@ def explain(stats: dict[str, Any], num_new: int) -> list[str]:
     before = plural(tokens["prompt"], "token")
     lines = [f"Before the answer stood {before}: {_listed(came)}{and_so}."]
     if stats.get("recomputed"):
-        lines.append(_recomputed(stats["recomputed"]))
+        lines.append(_recomputed(stats["recomputed"], stats.get("recomputed_layers")))
     if stats.get("departure"):
         lines.append(_departed(stats["departure"]))
     lines += _reason(stats["plan"], stats.get("regret_ms"))
+    if stats.get("cold") is not None and stats["plan"]["alternatives_ms"]:
+        lines.append(_pages(stats["cold"]))
     if stats.get("remote"):
         lines.append(_fetched(stats["remote"]))
     lines += [f"Note: {printable(notice)}." for notice in stats.get("notices", [])]
+    if stats.get("template"):
+        lines.append(f"Note: {printable(stats['template'])}; the log stands, so KV is found.")
     if timing["ttft_ms"]:
         lines.append(_time(timing))
     if timing["decode_tokens_per_s"]:
@@ -105,9 +109,24 @@ def explain(stats: dict[str, Any], num_new: int) -> list[str]:
     return lines
 
 
-def _recomputed(ranges: list[list[int]]) -> str:
-    told = [f"{count(first + 1)} to {count(stop)}" for first, stop in ranges]
-    return f"Computed once more were tokens {_listed(told)}."
+def _recomputed(ranges: list[list[int]], partly: dict[str, Any] | None) -> str:
+    told = _listed([_tokens(*one) for one in ranges])
+    if partly is None:
+        return f"Computed once more were tokens {told}."
+    some = "" if ranges == [partly["tokens"]] else f" {_tokens(*partly['tokens'])}"
+    layers = f"{partly['layers']} of {partly['of']} layers"
+    return f"Computed once more were tokens {told},{some} in {layers} (the others came from disk)."
+
+
+def _tokens(first: int, stop: int) -> str:
+    return f"{count(first + 1)} to {count(stop)}"
+
+
+def _pages(cold: float) -> str:
+    if cold < 0.05:
+        return "Loading was expected to find all of it in memory already (warm)."
+    said = "all of it" if cold > 0.95 else f"{100 * cold:.0f}% of it"
+    return f"Loading was expected to fetch {said} from the disk itself (cold)."
 
 
 def _speculated(speculation: dict[str, Any]) -> str:

@@ -21,11 +21,11 @@ from dataclasses import replace
 from chatkv.engine.arriving import Gap, LayerMissing
 from chatkv.engine.pool import BLOCK_TOKENS
 from chatkv.restore.claims import Claims, State
-from chatkv.restore.cost import Measured, Range, left_step_s
 from chatkv.restore.end_loader import EndLoader, Load
 from chatkv.restore.ends import Ends
 from chatkv.restore.estimates import Estimates
 from chatkv.restore.last_step import LastStep
+from chatkv.restore.measured import Measured, Range, left_step_s
 from chatkv.restore.meeting import Pull
 from chatkv_store.chain import StoredBlock
 
@@ -111,7 +111,8 @@ class BothEnds:
             if ends.last is not None and ends.last.has_left:
                 share = ends.last.share
                 ends.num_loaded += round((1 - share) * (step[0][1] - step[0][0]))
-                ends.measured.front_layers = ends.last.num_layers, ends.groups[-1].stop
+                left = ends.last.num_layers, ends.groups[-1].stop
+                ends.measured.left = (len(ends.measured.steps), *left)
             step_s = left_step_s(self._estimates.step_s, step, share)
             ends.measured.prefill_s += self._computing.end(step_s, ends.waited_s)
             ends.measured.steps.append(step)

@@ -69,7 +69,7 @@ class Calibration:
 
     def cost_of(self, loads: Loads) -> CostModel:
         """The model of another codec."""
-        return replace(fit_loads(self.cost, loads.warm), num_observations=1)
+        return replace(fit_cold(fit_loads(self.cost, loads.warm), loads.cold), num_observations=1)
 
 
 def calibrate(
@@ -107,6 +107,7 @@ def calibrate(
         shutil.rmtree(scratch, ignore_errors=True)
     progress(10)
     cost = fit_steps(fit_loads(fit_prefill(CostModel(), prefill), loads[0].warm), steps)
+    cost = fit_cold(cost, loads[0].cold)
     cost = replace(cost, num_observations=1)
     return Calibration(cost, tuple(prefill), tuple(loads), tuple(steps))
 
@@ -155,6 +156,14 @@ def fit_loads(cost: CostModel, samples: Sequence[Sample]) -> CostModel:
         load_s_per_token=per_token,
         load_cpu_s_per_token=max(long.cpu_s / long.num_tokens, 1e-9),
     )
+
+
+def fit_cold(cost: CostModel, sample: Sample | None) -> CostModel:
+    """What pages from the disk take more, by one load of nothing else."""
+    if sample is None:
+        return replace(cost, cold_s_per_token=None)
+    more_s = max(0.0, sample.seconds - cost.load_s(sample.num_tokens))
+    return replace(cost, cold_s_per_token=more_s / sample.num_tokens)
 
 
 def fit_steps(cost: CostModel, samples: Sequence[Sample]) -> CostModel:

@@ -14,18 +14,17 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from chatkv.engine.budget import CHUNK_TOKENS as STEP_TOKENS
 from chatkv.engine.budget import StepRates
 from chatkv.paths import write_note
+from chatkv.restore.measured import Measured, Range, left_step_s
 from chatkv.restore.meeting import layered_s, shared
 from chatkv_store.layout import BLOCK_TOKENS
-
-Range = tuple[int, int]  # tokens [start, stop)
 
 # How far one observation moves a rate, and how far it may at most: a machine that was busy for
 # one turn must not turn the next decision around.
@@ -60,37 +59,6 @@ def prefill_s(rates: PrefillRates, start: int, stop: int) -> float:
     return rates.prefill_fixed_s + linear + rates.prefill_s_per_token_pair * pairs
 
 
-def left_step_s(
-    step_s: Callable[[Sequence[Range]], float], ranges: Sequence[Range], share: float
-) -> float:
-    """Seconds of a step that computes its first range in a share of the layers only."""
-    return share * step_s(ranges) + (1 - share) * step_s(ranges[1:])
-
-
-@dataclass
-class Measured:
-    """What a restore from both ends took, each end for itself: seconds of loading, and of prefill
-    beside it."""
-
-    loaded: float = 0.0  # tokens; of one with some of its layers, that share
-    load_s: float = 0.0
-    steps: list[Sequence[Range]] = field(default_factory=list)  # what each one computed
-    prefill_s: float = 0.0
-    # Of the first range of the last step: how many layers were computed, of how many.
-    front_layers: tuple[int, int] = 1, 1
-
-    @property
-    def computed(self) -> list[Range]:
-        """The tokens of all steps, in their order, neighbours as one."""
-        found: list[Range] = []
-        for start, stop in sorted(part for step in self.steps for part in step):
-            if found and found[-1][1] >= start:
-                found[-1] = found[-1][0], max(found[-1][1], stop)
-            else:
-                found.append((start, stop))
-        return found
-
-
 @dataclass(frozen=True)
 class CostModel:
     """Seconds, and seconds per token; see the formulas above."""
@@ -101,6 +69,9 @@ class CostModel:
     prefill_s_per_token: float = 500e-6
     prefill_s_per_token_pair: float = 50e-9
     load_cpu_s_per_token: float = 20e-6
+    # More than load_s_per_token where the system does not have the pages in memory; None before it
+    # was measured.
+    cold_s_per_token: float | None = None
     # A step of n answers without prefill: fixed + n * per answer; None before it was measured.
     step_fixed_s: float | None = None
     step_s_per_answer: float | None = None
@@ -115,6 +86,12 @@ class CostModel:
         if self.step_fixed_s is None or self.step_s_per_answer is None:
             return None
         return StepRates(self.step_fixed_s, self.step_s_per_answer, self.prefill_s_per_token)
+
+    def with_cold(self, share: float | None) -> CostModel:
+        """The model of loads of which such a share has to come from the disk; None: unknown, and
+        the rates are those of loads before."""
+        more_s = (share or 0.0) * (self.cold_s_per_token or 0.0)
+        return replace(self, load_s_per_token=self.load_s_per_token + more_s)
 
     def load_s(self, num_tokens: float) -> float:
         """Seconds to load the KV of num_tokens tokens into the pool."""
@@ -186,33 +163,46 @@ class CostModel:
         last = min(loaded_to, start + STEP_TOKENS - (stop - loaded_to))
         return min([best_s, *map(together, range(first, last + 1, BLOCK_TOKENS))])
 
-    def after_load(self, num_tokens: float, seconds: float, cpu_s: float = 0.0) -> CostModel:
-        """This model, corrected by one load, which took `cpu_s` of every core."""
-        scale = _damped(seconds, self.load_s(num_tokens))
+    def after_load(
+        self, num_tokens: float, seconds: float, cpu_s: float = 0.0, cold: float | None = None
+    ) -> CostModel:
+        """This model, corrected by one load, which took `cpu_s` of every core. cold: the share of
+        it that came from the disk; from half on, it is the disk's rate that is corrected."""
+        expected_s = self.with_cold(cold).load_s(num_tokens)
         cpu = _damped(cpu_s, num_tokens * self.load_cpu_s_per_token) if cpu_s else 1.0
-        return replace(
+        model = replace(
             self,
-            load_fixed_s=self.load_fixed_s * scale,
-            load_s_per_token=self.load_s_per_token * scale,
             load_cpu_s_per_token=self.load_cpu_s_per_token * cpu,
             num_observations=self.num_observations + 1,
-            load_error=_error(self.load_error, seconds, self.load_s(num_tokens)),
+            load_error=_error(self.load_error, seconds, expected_s),
+        )
+        if cold is not None and cold >= 0.5 and self.cold_s_per_token:
+            warm_s = self.load_s(num_tokens)
+            scale = _damped(max(0.0, seconds - warm_s), expected_s - warm_s)
+            return replace(model, cold_s_per_token=self.cold_s_per_token * scale)
+        scale = _damped(seconds, expected_s)
+        return replace(
+            model,
+            load_fixed_s=self.load_fixed_s * scale,
+            load_s_per_token=self.load_s_per_token * scale,
         )
 
     def after_prefill(self, start: int, stop: int, seconds: float) -> CostModel:
         """This model, corrected by one prefill."""
         return self._after_prefill(seconds, self.prefill_s(start, stop))
 
-    def after_both(self, ends: Measured) -> CostModel:
+    def after_both(self, ends: Measured, cold: float | None = None) -> CostModel:
         """This model, corrected by a restore from both ends: each end by its own time."""
         model = self
         if ends.loaded:
-            model = model.after_load(ends.loaded, ends.load_s)
+            model = model.after_load(ends.loaded, ends.load_s, cold=cold)
         if ends.steps:
             beside_s = ends.loaded * self.load_cpu_s_per_token
-            expected_s = sum(self.step_s(step) for step in ends.steps[:-1])
-            computed, of_all = ends.front_layers
-            expected_s += left_step_s(self.step_s, ends.steps[-1], computed / of_all)
+            expected_s = sum(map(self.step_s, ends.steps))
+            if ends.left is not None:
+                index, computed, of_all = ends.left
+                expected_s -= self.step_s(ends.steps[index])
+                expected_s += left_step_s(self.step_s, ends.steps[index], computed / of_all)
             model = model._after_prefill(ends.prefill_s, expected_s + beside_s)
         return model
 
@@ -225,6 +215,7 @@ class CostModel:
             load_fixed_s=self.load_fixed_s * _UNTRIED,
             load_s_per_token=self.load_s_per_token * _UNTRIED,
             load_cpu_s_per_token=self.load_cpu_s_per_token * _UNTRIED,
+            cold_s_per_token=self.cold_s_per_token and self.cold_s_per_token * _UNTRIED,
         )
 
     def _after_prefill(self, seconds: float, expected_s: float) -> CostModel:

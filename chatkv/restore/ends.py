@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from chatkv.restore.claims import Claims
-from chatkv.restore.cost import Measured
 from chatkv.restore.estimates import Estimates
 from chatkv.restore.last_step import LastStep
+from chatkv.restore.measured import Measured
 from chatkv.restore.meeting import Pull
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from chatkv.engine.pool import BLOCK_TOKENS
-from chatkv.restore.cost import Range
+from chatkv.restore.measured import Range
 from chatkv.restore.meeting import Pull
 from chatkv.restore.pace import Pace, RunPace
 

@@ -10,7 +10,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -22,20 +22,20 @@ from chatkv.errors import PersistenceError
 from chatkv.model.rope import inverse_frequencies
 from chatkv.restore.both_ends import BothEnds
 from chatkv.restore.calibration import Calibration, Progress, calibrate
-from chatkv.restore.cost import OVERLAP_S, CostFile, Range
+from chatkv.restore.cost import OVERLAP_S, CostFile
 from chatkv.restore.end_loader import OnLayers
 from chatkv.restore.fetching import Fetching
 from chatkv.restore.layers import Arrived, LayerLoad
 from chatkv.restore.misses import (
-    Departure,
     cause,
     departure_in_memory,
     departure_on_disk,
     num_missing,
 )
-from chatkv.restore.plan import Plan, Situation, Wanted, choose, survey
+from chatkv.restore.plan import Wanted, choose, survey
 from chatkv.restore.prefill_worker import Offer
-from chatkv.restore.remote import Fetched, RemotePrefill, told
+from chatkv.restore.remote import RemotePrefill, told
+from chatkv.restore.restored import Planned, Restored
 from chatkv.restore.saver import DiskTier, Saver
 from chatkv.restore.staging import reach
 from chatkv_store.blocks import Match, StoredBlock
@@ -45,79 +45,6 @@ from chatkv_store.loader import default_threads, load_blocks
 
 # How long others wait at most for the KV that they displace to be on disk.
 SWAP_S = 5.0
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A plan and what it was made from."""
-
-    plan: Plan
-    ids: list[int]
-    situation: Situation
-    match: Match | None  # None: the disk was not asked, since the pool holds all of the history
-    stored: list[StoredBlock | None]  # block by block, also behind gaps
-    wanted: Wanted = "auto"
-    exact: bool = False
-    departure: Departure | None = None  # from what is kept, in memory or else on disk
-    # What a prefill worker offers; or why it does not.
-    offer: Offer | None = None
-    no_offer: str | None = None
-
-
-@dataclass(frozen=True)
-class Restored:
-    """Where the KV of a turn's tokens came from, before prefill computes the rest."""
-
-    plan: Plan
-    reused: int
-    departure: Departure | None = None  # where it differs from what is kept
-    arrived: Arrived | None = None  # loaded before prefill begins
-    arriving: BothEnds | LayerLoad | None = None  # on its way still; close it after the prefill
-    fetched: Fetched | None = None  # from a prefill worker
-    notices: tuple[str, ...] = ()
-    history: int = 0  # leading tokens that an earlier turn has computed
-
-    @property
-    def all_notices(self) -> tuple[str, ...]:
-        """`notices`, and what has become known since."""
-        late = (self.arrived or self.arriving, self.fetched)
-        return (*self.notices, *(line for one in late if one for line in one.notices))
-
-    @property
-    def num_bytes(self) -> int:
-        """Payload bytes that were read from the disk until now."""
-        source = self.arrived or self.arriving
-        return source.num_bytes if source else 0
-
-    @property
-    def num_loaded(self) -> int:
-        """Tokens that came from the disk until now."""
-        if self.arrived is not None:
-            return self.arrived.num_cached - self.reused
-        return self.arriving.num_loaded if self.arriving else 0
-
-    def recomputed(self, num_cached: int) -> list[Range]:
-        """Which tokens of the history were computed again, of the first num_cached ones."""
-        computed = [(self.num_ready, num_cached)]
-        if isinstance(self.arriving, BothEnds):
-            computed = self.arriving.measured.computed
-        stop = min(self.history, num_cached)
-        return [(first, min(last, stop)) for first, last in computed if first < stop]
-
-    @property
-    def num_fetched(self) -> int:
-        """Tokens that a prefill worker has computed."""
-        return self.fetched.num_tokens if self.fetched is not None else 0
-
-    @property
-    def num_ready(self) -> int:
-        """Tokens that prefill need not compute, from the first on, as far as that is known."""
-        return self.reused + self.num_loaded + self.num_fetched
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that prefill has waited for KV on its way."""
-        return self.arriving.waited_s if isinstance(self.arriving, LayerLoad) else 0.0
 
 
 class Restorer:
@@ -179,10 +106,11 @@ class Restorer:
         if self._fetching is not None and not exact and wanted in ("auto", "remote"):
             offer, no_offer = self._fetching.offer(situation)
             there = self._fetching.there(offer) if offer is not None else None
-        plan = choose(situation, self.cost, wanted, exact, there)
+        cold = self._cold_share(stored, in_pool)
+        plan = choose(situation, self.cost.with_cold(cold), wanted, exact, there)
         departure = departure or departure_on_disk(match, ids)
         kept = (match, stored, wanted, exact, departure)
-        return Planned(plan, list(ids), situation, *kept, offer, no_offer)
+        return Planned(plan, list(ids), situation, *kept, offer, no_offer, cold)
 
     def restore(
         self,
@@ -206,7 +134,11 @@ class Restorer:
         if self._saver is not None:
             self._saver.begin(sequence, [block for block in planned.stored if block is not None])
         result = Restored(
-            planned.plan, situation.in_pool, planned.departure, history=situation.history
+            planned.plan,
+            situation.in_pool,
+            planned.departure,
+            history=situation.history,
+            cold=planned.cold,
         )
         if planned.plan.chosen == "reload" and planned.match is not None:
             result = self._reload(sequence, planned.match, result, on_progress, cancelled)
@@ -273,12 +205,14 @@ class Restorer:
         """Correct the cost model by what a turn took."""
         arriving = restored.arriving
         if isinstance(arriving, BothEnds):
-            self.cost = self.cost.after_both(arriving.measured)
+            self.cost = self.cost.after_both(arriving.measured, restored.cold)
         else:
             arrived = arriving.arrived if arriving is not None else restored.arrived
             if arrived is not None and restored.num_loaded:
                 cpu_s = 0.0 if arriving is not None else arrived.cpu_s / default_threads()
-                self.cost = self.cost.after_load(restored.num_loaded, arrived.seconds, cpu_s)
+                self.cost = self.cost.after_load(
+                    restored.num_loaded, arrived.seconds, cpu_s, restored.cold
+                )
             if num_computed:
                 start = restored.num_ready
                 self.cost = self.cost.after_prefill(start, start + num_computed, prefill_s)
@@ -325,6 +259,14 @@ class Restorer:
             found.pop()
         return found
 
+    def _cold_share(self, stored: Sequence[StoredBlock | None], in_pool: int) -> float | None:
+        """Of what may be loaded, how much has to come from the disk. Not asked before it is known
+        what that takes."""
+        blocks = [b for b in stored if b is not None and b.start + b.num_tokens > in_pool]
+        if self.disk is None or not blocks or self.cost.cold_s_per_token is None:
+            return None
+        return self.disk.store.cold_share(blocks)
+
     def _reload(
         self,
         sequence: TokenSequence,
@@ -348,7 +290,7 @@ class Restorer:
             return self._load(sequence, match, result.reused, done, cancelled)
 
         expected = max(result.reused, min(match.num_tokens, len(sequence.ids) - 1))
-        if self._may_overlap(expected - result.reused):
+        if self._may_overlap(expected - result.reused, result.cold):
             layers = LayerLoad(result.reused, expected, self.layout, load, self._is_alone)
             return replace(result, arriving=layers)
         arrived = load()
@@ -381,10 +323,10 @@ class Restorer:
         fetched = self._fetching.fetch(sequence, offer, load_before, on_progress, cancelled)
         return replace(result, arrived=next(iter(arrived), None), fetched=fetched)
 
-    def _may_overlap(self, num_tokens: int) -> bool:
+    def _may_overlap(self, num_tokens: int, cold: float | None) -> bool:
         """Whether the new prompt should start while history loads: not where loading is the work
         of the cores that would compute, nor where the model is busy with others meanwhile."""
-        is_worth_it = self.cost.idle_s(num_tokens) > OVERLAP_S
+        is_worth_it = self.cost.with_cold(cold).idle_s(num_tokens) > OVERLAP_S
         return self._is_alone() and self.layout.num_values > 1 and is_worth_it
 
     def _is_alone(self) -> bool:
@@ -466,7 +408,7 @@ class Restorer:
             planned.stored,
             first,
             load,
-            self.cost.load_s_per_token * BLOCK_TOKENS,
+            self.cost.with_cold(planned.cold).load_s_per_token * BLOCK_TOKENS,
             self.cost.step_s,
             self._is_alone,
             [self.layout.value_layers(group) for group in range(self.layout.num_values)],

@@ -17,7 +17,8 @@ from chatkv.engine.sources import speculation
 from chatkv.model.grammar import GrammarState
 from chatkv.model.template import ChatTemplate
 from chatkv.model.tokenizer import Tokenizer
-from chatkv.restore.restorer import Planned, Restorer
+from chatkv.restore.restored import Planned
+from chatkv.restore.restorer import Restorer
 from chatkv.session.record import TurnRecord
 from chatkv.session.reply import Reply
 from chatkv.session.turn import Listener, TurnOptions

@@ -14,7 +14,7 @@ from chatkv.session.turn import FinishReason, Timing, TokenCounts, measures_to_j
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from chatkv.restore.restorer import Restored
+    from chatkv.restore.restored import Restored
 
 
 def _now() -> float:
@@ -31,6 +31,7 @@ class TurnRecord:
     last_logits: Tensor | None = None
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     was_preempted: bool = False  # its times are those of others too
+    template: str | None = None  # where the chat template would write the conversation differently
     _began: float = field(default_factory=_now)
     _restored_at: float | None = None
     _prefilled_at: float | None = None
@@ -120,8 +121,11 @@ class TurnRecord:
         return measures | {
             "regret_ms": self._regret_ms,
             "loaded_bytes": num_bytes,
+            "cold": self.restored.cold if self.restored else None,
+            "template": self.template,
             "departure": self._departure(decode),
             "recomputed": self._recomputed,
+            "recomputed_layers": self._recomputed_layers,
             "notices": list(notices),
         }
 
@@ -129,6 +133,11 @@ class TurnRecord:
     def _recomputed(self) -> list[tuple[int, int]]:
         """Tokens of the history that had been computed before, [first, behind the last)."""
         return self.restored.recomputed(self._num_cached) if self.restored is not None else []
+
+    @property
+    def _recomputed_layers(self) -> dict[str, Any] | None:
+        """Of which of these only the first layers were, and how many of them."""
+        return self.restored.recomputed_layers if self.restored is not None else None
 
     @property
     def _regret_ms(self) -> float | None:

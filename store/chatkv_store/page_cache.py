@@ -1,4 +1,5 @@
-"""Having the system let go of pages, so that what comes next finds them as after a start."""
+"""Which pages the system has in memory, and having it let go of some, so that what comes next finds
+them as after a start."""
 
 from __future__ import annotations
 
@@ -37,6 +38,21 @@ def let_go(start: int, stop: int) -> None:
         with suppress(OSError, AttributeError):
             madvise = ctypes.CDLL(None).madvise
             madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_DONTNEED)
+
+
+def num_in_memory(start: int, stop: int) -> tuple[int, int] | None:
+    """Of the pages that a mapped file has between two addresses: how many are in memory, and how
+    many there are. None where the system does not tell; of a file that this user may not write,
+    Linux says that all are."""
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    first = start // page_bytes * page_bytes
+    count = -(-(stop - first) // page_bytes)
+    seen = (ctypes.c_ubyte * count)()
+    with suppress(OSError, AttributeError):
+        mincore = ctypes.CDLL(None).mincore
+        if mincore(ctypes.c_void_p(first), ctypes.c_size_t(count * page_bytes), seen) == 0:
+            return sum(one & 1 for one in seen), count
+    return None
 
 
 def _unmap_pages(path: Path) -> None:

@@ -10,10 +10,15 @@ from chatkv_store.chain import RunResult, StoredBlock
 from chatkv_store.environment import Environment
 from chatkv_store.errors import BlockMiss, StoreError
 from chatkv_store.header import BlockHeader
+from chatkv_store.page_cache import num_in_memory
 from chatkv_store.tables import value_key, wrong_length
 
 if TYPE_CHECKING:
     from chatkv_store.payloads import Bits, Bytes
+
+# So many tell for all values of a history whether they are in memory; each look may be a page that
+# has to be read itself.
+SAMPLED_VALUES = 16
 
 
 class StoredValues:
@@ -104,6 +109,25 @@ class StoredValues:
             self._bad.add(blocks[len(starts)].key)
         return RunResult(len(starts), num_bytes, miss), starts
 
+    def cold_share(self, blocks: Sequence[StoredBlock]) -> float | None:
+        """Of the bytes of these blocks' values, the share that has to come from the disk, by a
+        sample of them; None where nobody can tell. Reads no value."""
+        if not blocks or self.env.sealer is not None or not self.env.snapshots_hold:
+            return None  # what is read is a copy: where that came from does not show
+        in_memory = pages = 0
+        try:
+            with self.env.read() as txn:
+                for number in range(SAMPLED_VALUES):
+                    block = blocks[number * len(blocks) // SAMPLED_VALUES]
+                    group = number % len(block.header.values)
+                    stored = txn.get(value_key(block.key, group), db=self.db["values"])
+                    seen = _seen(stored) if stored is not None else None
+                    if seen is not None:
+                        in_memory, pages = in_memory + seen[0], pages + seen[1]
+        except StoreError:
+            return None
+        return 1 - in_memory / pages if pages else None
+
     def payloads(self, block: StoredBlock) -> list[bytes]:
         """The encoded values of a stored block, each verified. Raises BlockMiss."""
         found = []
@@ -140,6 +164,13 @@ class StoredValues:
                 return payloads, f"value {group} is damaged: its digest differs"
             payloads.append(np.frombuffer(stored, np.uint8))
         return payloads, None
+
+
+def _seen(stored: memoryview) -> tuple[int, int] | None:
+    import numpy as np
+
+    start = np.frombuffer(stored, np.uint8).ctypes.data
+    return num_in_memory(start, start + stored.nbytes) if stored.nbytes else None
 
 
 def _empty_value(header: BlockHeader, group: int) -> Bits:

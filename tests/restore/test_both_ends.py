@@ -20,8 +20,8 @@ from chatkv.engine.pool import BLOCK_TOKENS
 from chatkv.paths import folders
 from chatkv.restore import end_loader
 from chatkv.restore.both_ends import BothEnds
-from chatkv.restore.cost import Range
 from chatkv.restore.end_loader import OnLayers
+from chatkv.restore.measured import Range
 from chatkv.restore.pace import Pace
 from chatkv.session.turn import Listener, TurnOptions
 from chatkv_store.chain import StoredBlock

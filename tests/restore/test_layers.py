@@ -18,7 +18,7 @@ from chatkv.paths import folders
 from chatkv.restore import restorer
 from chatkv.restore.layers import Arrived, LayerLoad, OnGroup
 from chatkv.restore.plan import Plan
-from chatkv.restore.restorer import Restored
+from chatkv.restore.restored import Restored
 from chatkv.session.record import TurnRecord
 from chatkv.session.turn import Listener, TurnOptions
 from chatkv_store import layout as layouts

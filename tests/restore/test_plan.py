@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatkv.errors import PersistenceError
-from chatkv.restore.cost import CostFile, CostModel, Measured
+from chatkv.restore.cost import CostFile, CostModel
+from chatkv.restore.measured import Measured
 from chatkv.restore.plan import (
     EXACT_IS_WORTH_MS,
     EXACT_IS_WORTH_SHARE,
