@@ -111,8 +111,8 @@ class BothEnds:
             if ends.last is not None and ends.last.has_left:
                 share = ends.last.share
                 ends.num_loaded += round((1 - share) * (step[0][1] - step[0][0]))
-                left = ends.last.num_layers, ends.groups[-1].stop
-                ends.measured.left = (len(ends.measured.steps), *left)
+                index, num_layers = len(ends.measured.steps), ends.groups[-1].stop
+                ends.measured.left = index, ends.last.low, num_layers
             step_s = left_step_s(self._estimates.step_s, step, share)
             ends.measured.prefill_s += self._computing.end(step_s, ends.waited_s)
             ends.measured.steps.append(step)

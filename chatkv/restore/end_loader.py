@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from chatkv.restore.claims import State
 from chatkv.restore.ends import Ends
-from chatkv.restore.last_step import LastStep
+from chatkv.restore.last_step import LastStep, Layers
 from chatkv_store.chain import StoredBlock
 
 # Runs of blocks take about so long: many are read faster, few leave less in flight.
@@ -21,19 +21,19 @@ RUN_S, MAX_RUN_BLOCKS = 0.02, 8
 START_S = 0.02
 
 OnLayers = Callable[[int], None]
-# load(blocks, groups, on_layers, stop) puts these groups of the blocks' layers into the pool: how
-# many leading blocks are sound, the bytes read, and what is wrong with the next one. on_layers(n):
-# of these layers, those in front of layer n are there. It ends between values when stop() says so.
+# load(blocks, layers, on_layers, stop) puts these layers of the blocks into the pool: how many
+# leading blocks are sound, the bytes read, and what is wrong with the next one. on_layers(n): of
+# these layers, those in front of layer n are there. It ends between values when stop() says so.
 Load = Callable[
-    [Sequence[StoredBlock], range, OnLayers, Callable[[], bool]], tuple[int, int, str | None]
+    [Sequence[StoredBlock], Layers, OnLayers, Callable[[], bool]], tuple[int, int, str | None]
 ]
 
 
 class Run(NamedTuple):
-    """What is loaded in one go: groups of layers of some blocks."""
+    """What is loaded in one go: layers of some blocks."""
 
     blocks: range
-    groups: range
+    layers: Layers
     last: LastStep | None = None  # whose own blocks these are
 
 
@@ -69,7 +69,7 @@ class EndLoader:
         blocks = [block for block in stored if block is not None]
         sound, damage = 0, None
         try:
-            arguments = blocks, run.groups, self._layers_came, self._is_to_stop
+            arguments = blocks, run.layers, self._layers_came, self._is_to_stop
             sound, num_bytes, damage = self._load(*arguments)
             ends.num_bytes += num_bytes
             ends.damage = ends.damage or damage
@@ -78,7 +78,7 @@ class EndLoader:
         with ends.changed:
             load_s = self._loading.end_run(is_whole=not ends.stops_run)
             if sound == len(run.blocks):  # else it says nothing about the disk's rate
-                share = len(run.groups) / len(ends.groups)
+                share = len(run.layers.groups) / len(ends.groups)
                 ends.measured.load_s += load_s
                 ends.measured.loaded += share * sum(block.num_tokens for block in blocks)
             if run.last is not None:
@@ -120,7 +120,7 @@ class EndLoader:
                 if run is not None:
                     if run.last is None:
                         ends.claims.mark(run.blocks, State.LOADING)
-                    self._loading.begin_run(run.blocks, len(run.groups))
+                    self._loading.begin_run(run.blocks, len(run.layers.groups))
                     ends.stops_run = False
                     return run
                 if ends.last is not None or not ends.claims.wanted():
@@ -133,24 +133,23 @@ class EndLoader:
 
     def _next_run(self) -> Run | None:
         ends, claims = self._ends, self._ends.claims
-        whole = range(len(ends.groups))
+        whole = Layers(range(len(ends.groups)), 0)
         if ends.last is not None:
             if wanted := claims.wanted(ends.last.awaited):
                 return Run(range(wanted[0], wanted[-1] + 1), whole)
-            groups = self._next_groups(ends.last)
-            return Run(ends.last.taken, groups, ends.last) if groups else None
+            layers = self._next_layers(ends.last)
+            return Run(ends.last.taken, layers, ends.last) if layers else None
         blocks = self._next_blocks(claims.wanted())
         return Run(blocks, whole) if blocks else None
 
-    def _next_groups(self, last: LastStep) -> range:
+    def _next_layers(self, last: LastStep) -> Layers | None:
         """Of what the last step itself has taken."""
-        num_groups = len(self._ends.groups)
-        load_s = self._loading.block_s * len(last.taken) / num_groups
+        ends, computing = self._ends, self._ends.estimates.computing
+        load_s = self._loading.block_s * len(last.taken) / len(ends.groups)
         most = int(RUN_S / max(load_s, 1e-9)) if self._loading.is_known else 1
-        computing, begun = self._ends.estimates.computing, last.num_groups_begun
-        compute_s = computing.expected_s * computing.settled / num_groups
-        if begun > 1:  # of one that is on its way, half is done
-            compute_s = (computing.elapsed_s - self._ends.waited_s) / (begun - 0.5)
+        compute_s = computing.expected_s * computing.settled / ends.groups[-1].stop
+        if last.low > 1:  # of one that is on its way, half is done
+            compute_s = (computing.elapsed_s - ends.waited_s) / (last.low - 0.5)
         return last.claim(load_s, compute_s, most)
 
     def _next_blocks(self, wanted: list[int]) -> range:

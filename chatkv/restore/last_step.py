@@ -12,9 +12,19 @@ Knows neither time nor threads; whoever holds the lock asks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
+from typing import NamedTuple
 
 from chatkv.restore.claims import Claims
 from chatkv.restore.pace import RunPace
+
+
+class Layers(NamedTuple):
+    """Groups of layers to be loaded together; of the first group only those from `first` on, the
+    others being prefill's."""
+
+    groups: range
+    first: int
 
 
 class LastStep:
@@ -25,62 +35,61 @@ class LastStep:
         self._claims, self._groups = claims, groups
         self.taken, self.awaited = range(first, first + count), range(first + count, len(claims))
         claims.take(first, count)
-        # Of the groups, prefill has begun those in front of `low`; the loader those from `high` on,
-        # of which those from `there` on have come.
-        self._low, self._high, self._there = 0, len(groups), len(groups)
-        self._left: int | None = None  # in front of which group the step has left its front
         self.is_shared = bool(groups)  # the loader may bring layers of what the step takes
+        # Of the layers, prefill has begun those in front of `low`; the loader those from `high` on,
+        # of which those from `there` on have come.
+        self._num_layers = groups[-1].stop if groups else 0
+        self.low, self._high, self._there = 0, self._num_layers, self._num_layers
+        self._left: int | None = None  # in front of which layer the step has left its front
 
     # --- prefill's end --------------------------------------------------------------------------
 
     def goes_on(self, layer: int) -> int:
         """See `Gap`."""
-        group = next(n for n, layers in enumerate(self._groups) if layers.start == layer)
-        if group >= self._high:
-            self._left = group
+        if layer >= self._high:
+            self._left = layer
             return layer
-        self._low = group + 1
-        return self._groups[group].stop
+        self.low = layer + 1
+        return self.low
 
     def has_come(self, layer: int, loading: RunPace) -> bool:
         """Whether all is there that this layer attends to."""
         to_come = self._claims.to_come(self.awaited)
         if to_come:
             return loading.has(layer, to_come)
-        if self._left is None or self._there <= self._left:
-            return True
-        is_there = self._there < len(self._groups) and layer >= self._groups[self._there].start
+        is_there = self._left is None or layer >= self._there
         return is_there or loading.has(layer, self.taken)
 
     @property
-    def num_groups_begun(self) -> int:
-        return self._low
-
-    @property
     def has_left(self) -> bool:
-        """Whether the step has left its front; then it has computed so many layers of it."""
+        """Whether the step has left its front; then it has computed `low` layers of it."""
         return self._left is not None
 
     @property
-    def num_layers(self) -> int:
-        return self._groups[self._left].start if self._left is not None else 0
-
-    @property
     def share(self) -> float:
-        """`num_layers` of all of them."""
-        return self.num_layers / self._groups[-1].stop
+        """Of the front's layers, how much the step computes."""
+        return self.low / self._num_layers if self._left is not None else 1.0
 
     # --- the loader's end -----------------------------------------------------------------------
 
-    def claim(self, load_s: float, compute_s: float, most: int) -> range:
-        """The next groups to be loaded, at most `most`; none where prefill will sooner have been
-        through them. load_s, compute_s: of one group."""
-        between = self._high - self._low
-        is_sooner = load_s < (between + 0.5) * compute_s  # half of one is what prefill is busy with
-        if not self.is_shared or between < 1 or not is_sooner:
-            return range(0)
-        self._high -= max(1, min(most, between // 4))
-        return range(self._high, self._there)
+    def claim(self, load_s: float, compute_s: float, most: int) -> Layers | None:
+        """What to load next, at most so many groups, marked as on its way; None where prefill will
+        sooner have been through it. load_s: of a group; compute_s: of a layer."""
+        group_of = {layer: n for n, layers in enumerate(self._groups) for layer in layers}
+        between = self._high - self.low
+        if not self.is_shared or between <= 0:
+            return None
+        stop = group_of[self._high - 1] + 1
+        # Where there is much to do, a quarter of it at most: estimates may be off.
+        count = min(most, between * len(self._groups) // (4 * self._num_layers))
+        for groups in (range(start, stop) for start in range(stop - max(1, count), stop)):
+            # Where prefill will be when they have come: half of a layer is what it is busy with.
+            meeting = self.low - 0.5 + len(groups) * load_s / max(compute_s, 1e-12)
+            first = max(self._groups[groups.start].start, ceil(min(meeting, self._high)))
+            if first < self._high:
+                self._high = first
+                return Layers(range(group_of[first], stop), first)
+        return None
 
     def brought(self) -> None:
         """All that was claimed has come."""

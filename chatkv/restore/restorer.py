@@ -7,11 +7,10 @@ missing or damaged at any time: that costs time, is said, and never gives a wron
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate
+from functools import partial
 from pathlib import Path
 
 from chatkv.engine.engine import Engine
@@ -23,7 +22,6 @@ from chatkv.model.rope import inverse_frequencies
 from chatkv.restore.both_ends import BothEnds
 from chatkv.restore.calibration import Calibration, Progress, calibrate
 from chatkv.restore.cost import OVERLAP_S, CostFile
-from chatkv.restore.end_loader import OnLayers
 from chatkv.restore.fetching import Fetching
 from chatkv.restore.layers import Arrived, LayerLoad
 from chatkv.restore.misses import (
@@ -33,6 +31,7 @@ from chatkv.restore.misses import (
     num_missing,
 )
 from chatkv.restore.plan import Wanted, choose, survey
+from chatkv.restore.pool_loads import PoolLoads
 from chatkv.restore.prefill_worker import Offer
 from chatkv.restore.remote import RemotePrefill, told
 from chatkv.restore.restored import Planned, Restored
@@ -373,35 +372,15 @@ class Restorer:
         self, sequence: TokenSequence, planned: Planned, cancelled: Callable[[], bool] | None
     ) -> BothEnds:
         """Begin to load the stored blocks, the last ones first, beside the prefill that follows."""
-        into = self.reach.destination(sequence.run)
-
-        def load(
-            blocks: Sequence[StoredBlock],
-            groups: range,
-            on_layers: OnLayers,
-            stop: Callable[[], bool],
-        ) -> tuple[int, int, str | None]:
-            assert self.disk is not None and self._saver is not None
-            ends = list(accumulate(block.num_tokens for block in blocks))
-
-            def on_group(group: int, num_ok: int) -> None:
-                if num_ok == ends[-1]:
-                    on_layers(self.layout.value_layers(group).stop)
-
-            def is_over() -> bool:
-                return stop() or (cancelled is not None and cancelled())
-
-            store, threads = self.disk.store, default_threads()
-            done = load_blocks(
-                store, blocks, self.layout, into, threads, on_group, is_over, groups=groups
-            )
-            sound = bisect_right(ends, done.num_tokens_ok)
-            self._saver.loaded(sequence, blocks[:sound])
-            damage = next(iter(done.misses), None)
-            if damage is not None:
-                self._drop(sequence, blocks[sound])
-            return sound, done.bytes_read, damage
-
+        assert self.disk is not None and self._saver is not None
+        load = PoolLoads(
+            self.disk.store,
+            self.layout,
+            self.reach.destination(sequence.run),
+            partial(self._saver.loaded, sequence),
+            partial(self._drop, sequence),
+            cancelled,
+        )
         # A block that is partly in the pool already is prefill's.
         first = -(-planned.situation.in_pool // BLOCK_TOKENS)
         return BothEnds(

@@ -21,6 +21,7 @@ from chatkv.paths import folders
 from chatkv.restore import end_loader
 from chatkv.restore.both_ends import BothEnds
 from chatkv.restore.end_loader import OnLayers
+from chatkv.restore.last_step import Layers
 from chatkv.restore.measured import Range
 from chatkv.restore.pace import Pace
 from chatkv.session.turn import Listener, TurnOptions
@@ -28,11 +29,11 @@ from chatkv_store.chain import StoredBlock
 from turns import run_turns
 
 Checkpoint = Callable[..., Path]
-LAYERS = 3
+LAYERS = 4
 
 
-def layers(count: int) -> list[range]:
-    """So many, each arriving by itself."""
+def single(count: int) -> list[range]:
+    """So many layers, each arriving by itself."""
     return [range(layer, layer + 1) for layer in range(count)]
 
 
@@ -57,6 +58,8 @@ class Walk:
             for index, count in enumerate(stored)
         ]
         # From a disk that is much faster than prefill to one that is not worth waiting for.
+        groups = behaviour.choice((single(LAYERS), [range(2), range(2, LAYERS)]))
+        self.groups = groups
         load_block_s = 0.001 * 10 ** behaviour.uniform(-1.5, 1.5)
         self.both = BothEnds(
             self.blocks,
@@ -65,14 +68,14 @@ class Walk:
             load_block_s,
             lambda ranges: 1e-4 + sum(1e-5 * (stop - start) for start, stop in ranges),
             is_alone=lambda: behaviour.random() < 0.8,
-            groups=layers(LAYERS),
+            groups=groups,
             can_leave=can_leave,
         )
 
     def load(
         self,
         blocks: Sequence[StoredBlock],
-        groups: range,
+        layers: Layers,
         on_layers: OnLayers,
         stop: Callable[[], bool],
     ) -> tuple[int, int, str | None]:
@@ -82,18 +85,20 @@ class Walk:
         if self.behaviour.random() < 0.05:
             raise OSError("the disk is gone")
         # All layers of the sound ones come; of the others, perhaps some.
-        come = groups if sound == len(blocks) else groups[: self.behaviour.randrange(LAYERS)]
+        come = range(layers.first, self.groups[layers.groups[-1]].stop)
+        of_others = come if sound == len(blocks) else come[: self.behaviour.randrange(LAYERS)]
         self.left_half |= {block.start for block in blocks[sound:]}
         for layer in come:
             time.sleep(self.behaviour.random() * 0.002 / LAYERS)
             if stop():
                 self.left_half |= {block.start for block in blocks}
                 return 0, 0, None
-            for block in blocks:
+            for block in blocks[: None if layer in of_others else sound]:
                 self.note(block.start, block.start + block.num_tokens, layer, "loaded")
-            on_layers(layer + 1)
+            if sound == len(blocks):
+                on_layers(layer + 1)
         if sound == len(blocks):
-            self.brought += sum(block.num_tokens for block in blocks) * len(groups) / LAYERS
+            self.brought += sum(block.num_tokens for block in blocks) * len(come) / LAYERS
         return sound, sound, None if sound == len(blocks) else "damaged"
 
     def prefill(self, start: int, total: int) -> None:
@@ -180,7 +185,7 @@ def test_every_token_is_brought_once(
     timed = [token for step in measured.steps for one in step for token in range(*one)]
     assert len(timed) == len(set(timed))
     assert {walk.tokens[token, 0] for token in timed} <= {"computed"}
-    assert measured.loaded <= walk.brought + 1e-9
+    assert measured.loaded * (len(walk.groups) == LAYERS) <= walk.brought + 1e-9
     notices = [line for line in walk.both.notices if "damaged" not in line]
     assert all("the disk is gone" in line for line in notices)
 
@@ -232,14 +237,14 @@ def test_what_follows_begins_with_the_layers_of_the_last_block_that_have_come(
     came, go_on = threading.Event(), threading.Event()
 
     def load(
-        blocks: Sequence[StoredBlock], groups: range, on_layers: OnLayers, stop: Callable[[], bool]
+        blocks: Sequence[StoredBlock], layers: Layers, on_layers: OnLayers, stop: Callable[[], bool]
     ) -> tuple[int, int, str | None]:
         on_layers(1)
         came.set()
         go_on.wait()
         return (1, 10, None) if is_sound else (0, 10, "damaged")
 
-    both = BothEnds([block(0)], 0, load, 1e-6, hours, groups=layers(2))
+    both = BothEnds([block(0)], 0, load, 1e-6, hours, groups=single(2))
     came.wait()
     gap = both.next_gap(0, 80, 512)
     assert gap[:3] == (64, 80, None) and gap.wait_layer is not None
@@ -260,7 +265,7 @@ def test_beside_others_what_follows_waits_for_the_whole_block() -> None:
     came, go_on = threading.Event(), threading.Event()
 
     def load(
-        blocks: Sequence[StoredBlock], groups: range, on_layers: OnLayers, stop: Callable[[], bool]
+        blocks: Sequence[StoredBlock], layers: Layers, on_layers: OnLayers, stop: Callable[[], bool]
     ) -> tuple[int, int, str | None]:
         came.set()
         go_on.wait()
@@ -282,14 +287,14 @@ def test_the_last_step_takes_what_follows_while_the_others_come(
     asked, go_on = [], threading.Event()
 
     def load(
-        blocks: Sequence[StoredBlock], groups: range, on_layers: OnLayers, stop: Callable[[], bool]
+        blocks: Sequence[StoredBlock], layers: Layers, on_layers: OnLayers, stop: Callable[[], bool]
     ) -> tuple[int, int, str | None]:
         asked.append([one.start // BLOCK_TOKENS for one in blocks])
         on_layers(1)
         go_on.wait()
         return len(blocks), 10, None
 
-    both = BothEnds([block(i) for i in range(6)], 0, load, 3600.0, hours, groups=layers(10))
+    both = BothEnds([block(i) for i in range(6)], 0, load, 3600.0, hours, groups=single(10))
     gap = both.next_gap(0, 400, 512)
     assert gap[:3] == (0, 192, (384, 400)) and gap.wait_layer is not None
     assert both.num_loaded == 192
@@ -310,7 +315,7 @@ def test_a_step_that_waits_for_too_much_is_given_up(
     stopped = threading.Event()
 
     def load(
-        blocks: Sequence[StoredBlock], groups: range, on_layers: OnLayers, stop: Callable[[], bool]
+        blocks: Sequence[StoredBlock], layers: Layers, on_layers: OnLayers, stop: Callable[[], bool]
     ) -> tuple[int, int, str | None]:
         while not stop():
             time.sleep(0.001)
@@ -320,7 +325,7 @@ def test_a_step_that_waits_for_too_much_is_given_up(
     def step_s(ranges: Sequence[Range]) -> float:
         return 0.02 * seconds(ranges)
 
-    both = BothEnds([block(i) for i in range(6)], 0, load, 1e-6, step_s, groups=layers(10))
+    both = BothEnds([block(i) for i in range(6)], 0, load, 1e-6, step_s, groups=single(10))
     gap = both.next_gap(0, 400, 512)
     assert gap[:3] == (384, 400, None) and gap.wait_layer is not None
     with pytest.raises(LayerMissing):
