@@ -229,8 +229,9 @@ class Conversation:
 
     def _finish(self, turn: Turn, reply: Reply, sampler: Sampler, record: TurnRecord) -> Turn:
         """Commit the turn, then hand its KV to the writer."""
-        with suppress(ModelError):  # a template is a program; the turn is to be saved even so
-            record.template = self.difference_from_template(reply.ids)
+        if self.turns and record.restored is not None and record.restored.history:
+            with suppress(ModelError):  # a template is a program; the turn is to be saved even so
+                record.template = self.difference_from_template()
         turn = self.journal.finish(
             turn,
             reply_text=reply.text,
@@ -305,23 +306,18 @@ class Conversation:
             return self.model.tokenizer.decode(reply_ids[-1:], skip_special=False)
         return ""
 
-    def difference_from_template(self, reply_ids: Sequence[int] | None = None) -> str | None:
+    def difference_from_template(self) -> str | None:
         """Where the log's text departs from the template's rendering of the whole conversation,
-        as a line for the user; None where they agree. reply_ids: the whole last reply, where it is
-        not in the log yet."""
+        as a line for the user; None where they agree."""
         if self.window is not None:  # it would, and is meant to
             return None
         decode = self.model.tokenizer.decode
-        messages, log = self.messages(), self.log
-        replies_ids: list[Sequence[int]] = [turn.reply_ids for turn in self.turns]
-        if reply_ids is not None:
-            log = [*log[: len(log) - len(replies_ids[-1])], *reply_ids]
-            replies_ids[-1] = reply_ids
+        messages = self.messages()
         # A stop string may begin inside a token, whose end is then in the log and not in the text.
         replies = (message for message in messages if message["role"] == "assistant")
-        for message, ids in zip(replies, replies_ids, strict=True):
-            message["content"] = decode(ids)
-        difference = self.model.template.matches_log(messages, decode(log, skip_special=False))
+        for message, turn in zip(replies, self.turns, strict=True):
+            message["content"] = decode(turn.reply_ids)
+        difference = self.model.template.matches_log(messages, decode(self.log, skip_special=False))
         if difference is None:
             return None
         return f"the chat template would write this conversation differently {difference}"
@@ -336,8 +332,9 @@ class Conversation:
             lines.append(f"KV is not being stored, and is computed again when needed: {error}")
         if checkpoints.error is not None and not self.journal.num_unsaved:
             lines.append(f"the reply could not be saved while it was written: {checkpoints.error}")
-        if record.template is not None:
-            lines.append(record.template)
+        difference = self.difference_from_template()
+        if difference is not None:
+            lines.append(difference)
         return tuple(lines)
 
     def _result(self, turn: Turn, record: TurnRecord, notices: tuple[str, ...]) -> TurnResult:

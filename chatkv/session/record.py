@@ -31,7 +31,7 @@ class TurnRecord:
     last_logits: Tensor | None = None
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     was_preempted: bool = False  # its times are those of others too
-    template: str | None = None  # where the chat template would write the conversation differently
+    template: str | None = None  # where the chat template would write the history differently
     _began: float = field(default_factory=_now)
     _restored_at: float | None = None
     _prefilled_at: float | None = None

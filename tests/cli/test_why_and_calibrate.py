@@ -63,9 +63,17 @@ def test_why_tells_which_tokens_both_ends_computed(ask: Program, program: Progra
     told = json.loads(ask("more", "-c", "--restore", "both").out)
     kept = json.loads(program("why", session, "--json").out)
     again = sum(stop - start for start, stop in kept["recomputed"])
+    words = " ".join(program("why", session).out.split())
+    partly = kept["recomputed_layers"]
+    if partly is not None:  # where both ends have met in front of a layer
+        (start, stop), layers = partly["tokens"], partly["layers"]
+        again -= round((1 - layers / partly["of"]) * (stop - start))
+        assert f"in {layers} of {partly['of']} layers (the others came from disk)" in words
     new = told["tokens"]["computed"] - again
     assert told["tokens"]["prompt"] == told["tokens"]["loaded"] + again + new
     assert 0 < new < 64
+    first, last = kept["recomputed"][0]
+    assert f"Computed once more were tokens {first + 1} to {last}" in words
 
 
 @pytest.mark.parametrize(
@@ -141,6 +149,39 @@ def test_why_names_a_miss(ask: Program, program: Program) -> None:
     assert "the KV cache is empty" in words
 
 
+def test_why_tells_what_was_assumed_of_pages(ask: Program, program: Program, model: str) -> None:
+    session = json.loads(ask("hello " * 60).out)["session"]
+    assert program("calibrate", "--model", model, "--dtype", "float32").code == 0
+    ask("more", "-c", "--restore", "reload")
+    kept = json.loads(program("why", session, "--json").out)
+    words = " ".join(program("why", session).out.split())
+    if kept["cold"] is None:
+        pytest.skip("this system does not tell which pages it has in memory")
+    assert kept["cold"] == 0, "they were just written"
+    assert "Loading was expected to find all of it in memory already (warm)." in words
+
+
+def test_why_repeats_where_the_template_would_write_it_differently(
+    ask: Program, program: Program, tmp_path: Path, model: str
+) -> None:
+    """One that says how long the conversation is writes its beginning anew with each turn."""
+    mine = shutil.copytree(model, tmp_path / "mine")
+    path = mine / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    assert settings["chat_template"]
+    settings["chat_template"] = "[{{ messages|length }}]" + settings["chat_template"]
+    path.write_text(json.dumps(settings))
+    session = json.loads(ask("hello " * 60, "--model", str(mine)).out)["session"]
+    told = json.loads(ask("more", "-c", "--model", str(mine)).out)
+    said = "the chat template would write this conversation differently"
+    assert any(said in line for line in told["notices"])
+    assert said in json.loads(program("why", session, "--json").out)["template"]
+    words = " ".join(program("why", session).out.split())
+    assert said in words and "the log stands, so KV is found" in words
+    assert said not in program("why", session, "--turn", "1").out
+    assert told["tokens"]["computed"] < 60, "its KV is found"
+
+
 def test_why_of_a_turn_that_is_not_there(ask: Program, program: Program) -> None:
     session = json.loads(ask("hello").out)["session"]
     result = program("why", session, "--turn", "7")
@@ -154,6 +195,7 @@ def test_calibrate_measures_fits_and_remembers(program: Program, model: str) -> 
     kinds = [row["what"] for row in found["measured"]]
     assert kinds.count("prefill") >= 2 and "load, lossless" in kinds
     assert kinds.count("decode, answers") == 2
+    assert [row["fitted_s"] for row in found["measured"] if "cold" in row["what"]]
     sizes = {
         row["what"]: row["bytes_per_token"] for row in found["measured"] if "load" in row["what"]
     }
@@ -175,6 +217,7 @@ def test_what_is_known_fits_a_terminal(terminal: Program, home: Path) -> None:
     path = home / "cache" / "costs.json"
     path.parent.mkdir()
     cost = CostModel(
+        cold_s_per_token=32e-6,
         load_error=0.04,
         prefill_error=1.5,
         step_fixed_s=0.1,
@@ -185,7 +228,7 @@ def test_what_is_known_fits_a_terminal(terminal: Program, home: Path) -> None:
     shown = terminal("calibrate", "--show", NO_COLOR="1").out
     (row,) = [line for line in shown.splitlines() if "A-Model" in line]
     assert len(row) <= 80
-    for part in ("±4%", "±150%", "180.0 ms", "12,345"):
+    for part in ("±4%", "±150%", "180.0 ms", "12,345", "15,873/s"):
         assert part in row
 
 

@@ -70,6 +70,30 @@ def test_a_step_computes_the_front_and_what_follows_while_layers_come(engine: En
     assert sorted(set(layers)) == list(range(CONFIG.num_layers))
 
 
+def test_a_step_leaves_its_front_where_the_layers_of_that_come_too(engine: Engine) -> None:
+    """Where a pass can be cut; another one computes its front to the end."""
+    whole = TokenSequence(IDS)
+    wanted = engine.prefill(whole)
+    sequence, asked = TokenSequence(IDS), list[int]()
+    last = CONFIG.num_layers - 1
+
+    def bring(layer: int) -> None:
+        slots = [engine.pool.slot_index(one.run, 0, COMES.stop) for one in (whole, sequence)]
+        tokens = engine.pool.blocks.shape[4]
+        kv = engine.pool.blocks[:, layer]
+        theirs, ours = slots if layer == last and asked else (s[64:] for s in slots)
+        brought = kv[theirs // tokens, :, :, theirs % tokens]
+        kv[ours // tokens, :, :, ours % tokens] = brought
+
+    def goes_on(layer: int) -> int:
+        asked.append(layer)
+        return layer if layer == last else last
+
+    script = Script([Gap(0, 64, (128, 200), bring, goes_on)])
+    torch.testing.assert_close(engine.prefill(sequence, arriving=script), wanted)
+    assert asked == ([0, last] if engine.runner.num_layers > 1 else [])
+
+
 def test_where_a_layer_never_comes_prefill_goes_on_in_front_of_it(engine: Engine) -> None:
     wanted = engine.prefill(TokenSequence(IDS))
 

@@ -230,6 +230,27 @@ def test_slower_rates_never_promise_less(here: Situation, cost: CostModel, facto
         assert all(after[way] >= before[way] * (1 - 1e-9) for way in before)
 
 
+@given(RATES, st.integers(64, 8000), st.floats(0, 1), st.floats(0.1, 10))
+def test_pages_from_the_disk_take_longer_and_have_a_rate_of_their_own(
+    rates: CostModel, tokens: int, cold: float, busy: float
+) -> None:
+    cost = replace(rates, cold_s_per_token=2 * rates.load_s_per_token)
+    assert cost.with_cold(None) == cost
+    seconds = cost.with_cold(cold).load_s(tokens)
+    more_s = tokens * cold * 2 * rates.load_s_per_token
+    assert seconds == pytest.approx(cost.load_s(tokens) + more_s)
+    same = cost.after_load(tokens, seconds, cold=cold)
+    assert same.with_cold(cold).load_s(tokens) == pytest.approx(seconds)
+    after = cost.after_load(tokens, busy * seconds, cold=cold)
+    changed = [
+        rate
+        for rate in ("load_s_per_token", "cold_s_per_token")
+        if getattr(after, rate) != pytest.approx(getattr(cost, rate))
+    ]
+    assert changed in ([], ["cold_s_per_token" if cold >= 0.5 else "load_s_per_token"])
+    assert rates.after_load(tokens, seconds, cold=1.0).cold_s_per_token is None
+
+
 def test_the_file_keeps_models_apart_and_survives_nonsense(tmp_path) -> None:  # type: ignore[no-untyped-def]
     file = CostFile(tmp_path / "costs.json")
     assert file.load("a") == CostModel()

@@ -51,6 +51,17 @@ def test_blocks_may_go_anywhere(store: BlockStore) -> None:
         )
 
 
+def test_some_layers_alone(store: BlockStore) -> None:
+    blocks = store.match(SPACE, range(TOKENS), GROUPED).blocks
+    pool, reports = np.zeros_like(grouped()), list[int]()
+    result = load_blocks(
+        store, blocks, GROUPED, pool, 2, lambda group, _: reports.append(group), groups=range(1, 2)
+    )
+    assert (result.num_tokens_ok, result.misses, reports) == (TOKENS, [], [1])
+    assert not pool[:2].any()
+    np.testing.assert_array_equal(pool[2:], grouped()[2:])
+
+
 def test_part_of_the_last_block(store: BlockStore) -> None:
     blocks = store.match(SPACE, range(100), GROUPED).blocks
     assert [block.num_tokens for block in blocks] == [64, 36]
