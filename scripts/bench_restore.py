@@ -26,6 +26,7 @@ from restore_grid import WAYS, Cell, Grid, sources  # noqa: E402
 
 THROTTLES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of prefill's own rate
 LENGTHS = (512, 1024, 2048, 4096, 8000)
+RELOAD_S = {False: 1.5, True: 0.8}  # by whether it is to be quick
 ROUNDS, SHORT_REPEAT = 2, 3  # of all cells; of the fastest ones, in each round
 OPENED_TOKENS, OPENED_REPEAT = 1000, 3
 COLOURS = {"reload": "#7fc29b", "re-prefill": "#e8c36a", "both": "#8ab4de", "memory": "#d9d9d9"}
@@ -61,7 +62,7 @@ def measure(options: Options) -> Iterator[Figure]:
 
 
 def _measure_grid(runtime: Any, home: Path, lengths: list[int], options: Options) -> None:
-    with closing(Grid(runtime, home, max(lengths))) as grid:
+    with closing(Grid(runtime, home, max(lengths), RELOAD_S[options.quick])) as grid:
         throttled = sources(THROTTLES[1:4] if options.quick else THROTTLES)
         for source in throttled:
             grid.learn(source)

@@ -6,8 +6,8 @@ their rates are fractions and multiples of the rate at which prefill makes the s
 Whatever else a machine does comes in stretches of seconds, and only ever adds. So all plans on all
 sources are timed once before any is timed again, and the shortest times are compared. A disk that
 is slowed down is steady by itself: from there a reload is timed once, and one that would take
-longer than RELOAD_S on so many of the history's first tokens as take about that long, then told in
-proportion.
+longer than some seconds on so many of the history's first tokens as take about that long, then told
+in proportion.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from bench_common import say
 
 PROMPT_TOKENS = 16
 WAYS = ("reload", "re-prefill", "both")
-RELOAD_S = 1.5
 LEARNT_FROM = (64, 320)  # tokens that calibration, as it were, loads from each source
 
 
@@ -70,9 +69,10 @@ class Cell:
 
 
 class Grid:
-    """A stored history of num_tokens tokens, of which cells take the front."""
+    """A stored history of num_tokens tokens, of which cells take the front. A reload from a disk
+    that is slowed down is timed for about reload_s seconds."""
 
-    def __init__(self, runtime: Any, home: Path, num_tokens: int) -> None:
+    def __init__(self, runtime: Any, home: Path, num_tokens: int, reload_s: float) -> None:
         import torch
 
         from chatkv.engine.sequence import TokenSequence
@@ -81,7 +81,7 @@ class Grid:
         from chatkv.restore.saver import DiskTier
         from chatkv_store.writer import BlockWriter
 
-        self.engine = runtime.engine
+        self.engine, self._reload_s = runtime.engine, reload_s
         vocab_size = self.engine.decoder.config.vocab_size
         generator = torch.Generator().manual_seed(1)
         count = num_tokens + PROMPT_TOKENS
@@ -152,7 +152,7 @@ class Grid:
         cell.chosen = plan.chosen
         cell.predicted = {way: ms / 1e3 for way, ms in plan.alternatives_ms.items()}
         predicted_s = cell.predicted["reload"]
-        share = min(1.0, RELOAD_S / predicted_s) if cell.source.share else 1.0
+        share = min(1.0, self._reload_s / predicted_s) if cell.source.share else 1.0
         cell.reload_tokens = max(int(share * cell.num_tokens), min(256, cell.num_tokens))
 
     def time(self, cell: Cell, way: str) -> None:

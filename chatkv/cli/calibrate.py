@@ -169,7 +169,7 @@ def _bytes(num_bytes: int | None) -> str:
 
 
 def _rate(seconds: float | None) -> str:
-    return "" if seconds is None else f"{_TOKENS / max(seconds, 1e-9):,.0f}/s"
+    return "" if seconds is None else f"{_TOKENS / max(seconds, 1e-9):,.0f}"
 
 
 def _error(error: float | None) -> str:
