@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 
 from chatkv.engine.engine import Engine
 from chatkv.engine.pool import BLOCK_TOKENS
@@ -15,6 +16,7 @@ from chatkv.restore.remote import Fetched, RemotePrefill
 from chatkv.restore.saver import DiskTier, Saver
 from chatkv.restore.staging import Reach
 from chatkv.restore.taking import Bits
+from chatkv_store.chain import StoredBlock
 from chatkv_store.errors import StoreError
 from chatkv_store.layout import KVLayout
 from chatkv_store.loader import default_threads, load_blocks
@@ -89,15 +91,21 @@ class Fetching:
         return self.disk is not None and self.disk.namespace == self.remote.namespace
 
     def _load_shared(self, sequence: TokenSequence, first: int, stop: int) -> int:
-        """Load blocks [first, stop), which another process has just stored; how many tokens."""
+        """Load blocks [first, stop), which another process has just stored; how many tokens. What
+        lies before them need not be stored: their keys follow from the ids."""
         assert self.disk is not None and self.saver is not None
         store, ids = self.disk.store, sequence.ids[: stop * BLOCK_TOKENS]
         into = self.reach.destination(sequence.run)
         try:
-            blocks = store.match(self.disk.namespace, ids, self.layout).blocks[first:stop]
+            found = store.locate(self.disk.namespace, ids, self.layout)[first:stop]
+            blocks = [one for one in takewhile(_is_whole, found) if one is not None]
             done = load_blocks(store, blocks, self.layout, into, default_threads())
         except StoreError:
             return 0
         sound = blocks[: done.num_tokens_ok // BLOCK_TOKENS]
         self.saver.stored(sequence, (block.key for block in sound))
         return done.num_tokens_ok
+
+
+def _is_whole(block: StoredBlock | None) -> bool:
+    return block is not None and block.num_tokens == BLOCK_TOKENS

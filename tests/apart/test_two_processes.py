@@ -303,6 +303,25 @@ def test_a_worker_on_the_same_store_puts_kv_there(
         assert talk.say("And why?").text == alone[1]
 
 
+def test_blocks_come_through_the_store_behind_a_front_that_is_here(
+    home: Path, model: str, decoder: Decoders
+) -> None:
+    """Another conversation begins alike, with a part of a block: what that block holds else is in
+    no store, and what follows is loaded all the same."""
+    other = "Of rivers, rather. " + LONG
+    with prefiller(home, model, min_value_bytes=1) as worker:
+        talk = decoder(worker.at())
+        talk.say()
+        session = talk.runtime.new_session(seed=7)
+        with talk.runtime.open(session) as conversation:
+            second = Decoder(talk.runtime, conversation).say(other)
+    front = second.tokens.reused + second.tokens.loaded
+    assert 0 < front < BLOCK_TOKENS
+    assert_fetched(second, tokens=second.tokens.prompt - 1 - front)
+    whole = (second.tokens.prompt - 1) // BLOCK_TOKENS - 1
+    assert second.remote["stored_tokens"] == whole * BLOCK_TOKENS
+
+
 def test_an_owner_keeps_to_itself_in_a_shared_store(
     home: Path, model: str, decoder: Decoders, alone: list[str]
 ) -> None:
