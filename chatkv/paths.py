@@ -55,6 +55,11 @@ class Folders:
         return self.runtime / "engine.log"
 
     @property
+    def prefill_notes(self) -> Path:
+        """Which prefill workers are running: a note of each."""
+        return self.runtime / "prefill"
+
+    @property
     def settings(self) -> Path:
         """The user's own settings."""
         return self.config / "config.toml"

@@ -3,15 +3,15 @@
 
 A few conversations are answered without end while long prompts arrive, one after the other.
 *Together* one process has both cores. *Apart* a prefill worker has one core and the decode worker
-the other: over the wire, where each has a cache of its own, and through the cache where they share
-one. Times between tokens of the running answers are compared while a prompt is being read, and
-prompts by their time to the first token. Then KV that a worker has in memory is fetched as fast as
-it comes, beside a raw socket between the same two cores.
+the other: over the wire, where each has a cache of its own; and where they share one, through that
+or over the wire, as the cost model chooses. Times between tokens of the running answers are
+compared while a prompt is being read, and prompts by their time to the first token. Then KV that a
+worker has in memory is fetched as fast as it comes, beside a raw socket between the same two cores.
 """
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -23,8 +23,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class Sizes:
     repeats: int  # of measuring the transport
 
 
-QUICK = Sizes(512, 3, 2.0, 5)
+QUICK = Sizes(512, 2, 1.5, 5)
 FULL = Sizes(2048, 8, 10.0, 15)
 
 
@@ -70,17 +71,16 @@ def measure(options: Options) -> list[Figure]:
         return [Figure("TPOT p99 apart", None, "ms", note="needs two cores")]
     first, second = cores[PREFILL_CORE], cores[DECODE_CORE]
     with tempfile.TemporaryDirectory() as place:
-        own, other = Path(place) / "decode", Path(place) / "prefill"
+        own, other = Path(place) / "prefill", Path(place) / "decode"
         say("a prefill worker on one core, over a shared cache")
-        with worker(own, first, calibrates=True) as url:
+        with worker(own, first) as url:
             shared = decode_worker(own, [second], sizes, "shared", url)
-        _share_model(own, other)
-        say("one with a cache of its own")
-        with worker(other, first) as url:
-            wire = decode_worker(own, [second], sizes, "wire", url)
+            _share_model(own, other)
+            say("the same, over a cache of its own")
+            wire = decode_worker(other, [second], sizes, "wire", url)
             layout = _wait_for_model(url)
         say("together on both cores")
-        both = decode_worker(own, [first, second], sizes, "both", None)
+        both = decode_worker(other, [first, second], sizes, "both", None)
     moved = transport(layout, first, second, sizes.repeats)
     raw = raw_socket(first, second, 64 << 20, sizes.repeats)
     return [*compared(both, wire, shared), *moved_figures(wire, shared, moved, raw)]
@@ -131,12 +131,14 @@ def moved_figures(
     raw_rate = statistics.median(raw) / 1e9, "a raw socket"
     count = sum(one["plan"]["chosen"] == "remote" for one in wire.prompts + shared.prompts)
     all_prompts = len(wire.prompts) + len(shared.prompts)
+    through = 100 * _mean(one["stored_tokens"] > 0 for one in stored)
     return [
         Figure("KV moved per prompt", _mean(one["bytes"] for one in fetched) / 1e6, "MB"),
         Figure("KV moved per prompt, shared cache", _mean(o["bytes"] for o in stored) / 1e6, "MB"),
         Figure("KV per token", sum(one["bytes"] for one in fetched) / max(1, num_tokens), "bytes"),
         Figure("prefill on one core", num_tokens / prefill_s if prefill_s else None, "tokens/s"),
         Figure("prompts that the plan sent away", 100 * count / max(1, all_prompts), "%"),
+        Figure("fetches that went through the cache, where it is shared", through, "%"),
         Figure("error of the foretold time of a fetch", 100 * _mean(errors), "%"),
         Figure("KV out of a pool over HTTP", read, "GB/s", *raw_rate, goal=0.9),
         Figure("KV out of one pool into another, verified", placed, "GB/s", *raw_rate),
@@ -147,15 +149,17 @@ def moved_figures(
 
 
 @contextmanager
-def worker(home: Path, core: int, calibrates: bool = False) -> Iterator[str]:
+def worker(home: Path, core: int) -> Iterator[str]:
     """The address of a prefill worker, as the program starts it, on one core."""
     command = [sys.executable, "-m", "chatkv", "serve", "--role", "prefill", "--port", "0"]
-    environment = _environment(home) | {"CHATKV_CALIBRATE": "1" if calibrates else "0"}
+    environment = _environment(home) | {"CHATKV_CALIBRATE": "1"}
     process = subprocess.Popen(
         ["taskset", "-c", str(core), *command], stderr=subprocess.PIPE, text=True, env=environment
     )
     assert process.stderr is not None
     try:
+        from chatkv import runtime  # noqa: F401  while that starts: decode workers are forked
+
         url = process.stderr.readline().split("serving at ")[1].split(",")[0].split(" ")[0].strip()
         _wait_for_model(url)
         yield url
@@ -176,24 +180,22 @@ def _wait_for_model(url: str) -> str:
 def decode_worker(
     home: Path, cores: Sequence[int], sizes: Sizes, name: str, url: str | None
 ) -> Load:
-    """What running answers and arriving prompts take in a process of its own on these cores."""
-    about = {"sizes": asdict(sizes), "url": url, "name": name}
-    done = subprocess.run(
-        [
-            "taskset",
-            "-c",
-            ",".join(map(str, cores)),
-            sys.executable,
-            __file__,
-            "--be-decode-worker",
-        ],
-        input=json.dumps(about),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        env=_environment(home) | {"CHATKV_CALIBRATE": "0"},
-    )
-    return Load(**json.loads(done.stdout.splitlines()[-1]))
+    """What running answers and arriving prompts take in a process of its own on these cores. It is
+    forked from this one, which has computed nothing, and need not import everything again."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    about = (home, set(cores), sizes, name, url)
+    process = context.Process(target=be_decode_worker, args=(theirs, *about))
+    process.start()
+    theirs.close()
+    try:
+        found = ours.recv()
+    except EOFError:
+        raise SystemExit("a decode worker has failed, see above") from None
+    finally:
+        process.join(30)
+    assert isinstance(found, Load)
+    return found
 
 
 def _environment(home: Path) -> dict[str, str]:
@@ -216,9 +218,13 @@ def _share_model(home: Path, other: Path) -> None:
 # --- inside a decode worker -----------------------------------------------------------------------
 
 
-def be_decode_worker() -> None:
-    about = json.loads(sys.stdin.read())
-    sizes = Sizes(**about["sizes"])
+def be_decode_worker(
+    told: Connection, home: Path, cores: set[int], sizes: Sizes, name: str, url: str | None
+) -> None:
+    os.sched_setaffinity(0, cores)
+    environment = _environment(home) | {"CHATKV_CALIBRATE": "0"}
+    os.environ.clear()
+    os.environ.update(environment)
     from chatkv.apart.over_http import HttpTransport
     from chatkv.paths import folders
     from chatkv.restore.prefill_worker import PrefillWorker
@@ -227,12 +233,12 @@ def be_decode_worker() -> None:
 
     where = folders()
     where.make()
-    remote = PrefillWorker(HttpTransport(about["url"])) if about["url"] else None
+    remote = PrefillWorker(HttpTransport(url)) if url else None
     with (
         Conversations(where.conversations) as conversations,
         Runtime(where, conversations, prefill=remote) as runtime,
     ):
-        print(json.dumps(asdict(Running(runtime, about["name"]).load(sizes))))
+        told.send(Running(runtime, name).load(sizes))
 
 
 class Running:
@@ -323,7 +329,4 @@ def _mean(values: Any) -> float:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--be-decode-worker"]:
-        be_decode_worker()
-    else:
-        run("running answers while long prompts arrive, together and apart", measure)
+    run("running answers while long prompts arrive, together and apart", measure)

@@ -46,6 +46,7 @@ class Received:
     num_stored: int = 0  # tokens that came through the shared store
     rated_bytes: int = 0  # payloads whose way was timed, and
     rated_s: float = 0.0  # how long that took
+    loaded_s: float = 0.0  # reading what came through the shared store
     waited_s: float = 0.0  # until the first KV came
     head: Head | None = None
     end: End | None = None
@@ -156,8 +157,9 @@ class Receiver:
         blocks, self._unloaded = self._unloaded, range(0)
         if not blocks or self._load is None:
             return
-        wanted = len(blocks) * self._layout.block_tokens
+        wanted, began = len(blocks) * self._layout.block_tokens, time.perf_counter()
         loaded = self._load(blocks.start, blocks.stop)
+        self.received.loaded_s += time.perf_counter() - began
         if loaded < wanted:
             first = blocks.start * self._layout.block_tokens
             raise WireDamaged(

@@ -36,12 +36,14 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 class Offered(msgspec.Struct, frozen=True):
-    """A model that the prefill worker has loaded. context: the longest sequence that fits."""
+    """A model that the prefill worker has loaded. context: the longest sequence that fits; store:
+    what it has open (`same_store`)."""
 
     name: str
     model: Model
     context: int
     rates: Rates
+    store: str | None = None
 
 
 class State(msgspec.Struct, frozen=True):

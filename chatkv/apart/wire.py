@@ -102,11 +102,13 @@ class Head(msgspec.Struct, frozen=True):
 
 
 class End(msgspec.Struct, frozen=True):
-    """The last frame: what it took, in seconds, and how many tokens were computed."""
+    """The last frame: what it took, in seconds, and how many tokens were computed. store_s: of
+    that, putting blocks into the shared store."""
 
     queue_s: float
     prefill_s: float
     computed: int
+    store_s: float = 0.0
 
 
 def pack_request(request: Request, ids: Sequence[int]) -> bytes:

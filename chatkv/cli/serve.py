@@ -151,14 +151,19 @@ def _listed(names: str) -> tuple[str, ...]:
 @click.command()
 @output_options
 def status(output: Output) -> None:
-    """Show what the engine has loaded and is doing."""
+    """Show what the engine has loaded and is doing, and which prefill workers run here."""
     from chatkv.client import engine
+    from chatkv.server import prefill_notes
 
     running = engine.find(folders())
+    workers = prefill_notes.running(folders())
     found: dict[str, Any] = running.status if running is not None else {}
     if not output.is_human:
-        output.record({"running": running is not None, **found})
+        told = [{"pid": worker.pid, "urls": worker.urls} for worker in workers]
+        output.record({"running": running is not None, **found, "prefill_workers": told})
         return
+    for worker in workers:
+        output.note(f"{worker.words} is running")
     if running is None:
         output.note("no engine is running: `chatkv chat` starts one")
         return
@@ -183,9 +188,16 @@ def status(output: Output) -> None:
 
 @click.command()
 @click.option("--force", is_flag=True, help="Also where something said cannot be saved.")
-def stop(force: bool) -> None:
+@click.option("--all", "also_workers", is_flag=True, help="Also the prefill workers of this home.")
+def stop(force: bool, also_workers: bool) -> None:
     """End the engine, once what was said and computed is saved."""
     from chatkv.client import engine
+    from chatkv.server import prefill_notes
 
     if not engine.stop(folders(), force):
         click.echo("chatkv: no engine is running", err=True)
+    for worker in prefill_notes.running(folders()):
+        if also_workers:
+            prefill_notes.end(worker)
+        else:
+            click.echo(f"chatkv: {worker.words} goes on: `chatkv stop --all` ends it too", err=True)

@@ -33,11 +33,13 @@ class Fetching:
     disk: DiskTier | None
     saver: Saver | None
 
-    def offer(self, situation: Situation) -> tuple[Offer | None, str | None]:
+    def offer(
+        self, situation: Situation, load_s_per_token: float
+    ) -> tuple[Offer | None, str | None]:
         """What the worker offers for what is neither in the pool nor on disk; or why nothing. The
         last token is always computed here, since its logits are wanted."""
-        start = situation.in_pool + situation.loadable
-        return self.remote.offer(start, situation.total - 1)
+        start, stop = situation.in_pool + situation.loadable, situation.total - 1
+        return self.remote.offer(start, stop, load_s_per_token if self._shares_store else None)
 
     def there(self, offer: Offer) -> Remote:
         """Beside answers, a step's prefill may take as long as lengthens it by so much at most, so
@@ -75,7 +77,7 @@ class Fetching:
             sequence.ids[: offer.stop],
             sequence.name or "",
             put,
-            load if self._shares_store else None,
+            load if offer.way.through_store else None,
             load_before,
             ready,
             lambda: is_cancelled() or self.engine.memory.room.must_give_way(sequence),

@@ -18,7 +18,7 @@ from chatkv.apart.transport import (
     Transport,
 )
 from chatkv.apart.wire import Model
-from chatkv.restore.remote_cost import RemoteCost, Way
+from chatkv.restore.remote_cost import RemoteCost, Way, untried_store
 
 # A state is believed for so long; asking for it may take so long.
 FRESH_S, STATE_S = 1.0, 2.0
@@ -48,7 +48,8 @@ class PrefillWorker:
 
     def __init__(self, transport: Transport, clock: Callable[[], float] = time.monotonic) -> None:
         self.transport, self._clock = transport, clock
-        self.cost = RemoteCost()
+        self.cost = RemoteCost()  # over the wire
+        self.store_cost: RemoteCost | None = None  # through a shared store, once there is one
         self._lock = threading.Lock()
         self._state: State | None = None
         self._asked_at = 0.0
@@ -88,15 +89,27 @@ class PrefillWorker:
         self._is_rated, self._asked_at = True, self._clock()
         return state
 
-    def observe(self, cost: RemoteCost) -> None:
-        """What a fetch has taught."""
+    def through_store(self, load_s_per_byte: float) -> RemoteCost:
+        """What a shared store costs, from which loading was measured to take so long."""
         with self._lock:
-            self.cost = cost
+            if self.store_cost is None:
+                self.store_cost = untried_store(load_s_per_byte)
+            return self.store_cost
+
+    def observe(self, way: Way, correct: Callable[[RemoteCost], RemoteCost]) -> None:
+        """A fetch has taught what its way costs. The other one was not tried."""
+        with self._lock:
+            if way.through_store and self.store_cost is not None:
+                self.store_cost, self.cost = correct(self.store_cost), self.cost.after_none()
+            else:
+                self.cost = correct(self.cost)
+                self.store_cost = self.store_cost and self.store_cost.after_none()
 
     def after_none(self) -> None:
         """A turn has asked it for nothing, because that seemed slower."""
         with self._lock:
             self.cost = self.cost.after_none()
+            self.store_cost = self.store_cost and self.store_cost.after_none()
 
     @contextmanager
     def asking(self, request: bytes) -> Iterator[Stream]:

@@ -18,6 +18,7 @@ from chatkv.apart.receive import Load, Put, Received, Receiver
 from chatkv.apart.transport import RemoteError, Stream
 from chatkv.apart.wire import Model, Request, WireDamaged, pack_request
 from chatkv.restore.prefill_worker import Offer, PrefillWorker
+from chatkv.restore.remote_cost import Way
 from chatkv_store.layout import BLOCK_TOKENS, KVLayout
 
 # Fewer tokens than a block are computed here before anybody has been asked.
@@ -70,6 +71,7 @@ class Fetched:
                 "prefill_ms": _ms(way.prefill_s),
                 "transfer_ms": _ms(way.transfer_s),
             },
+            "through_store": way.through_store,
             "failure": self.failure,
         }
 
@@ -86,9 +88,12 @@ class RemotePrefill:
     owner: str = ""
     store: str | None = None
 
-    def offer(self, start: int, stop: int) -> tuple[Offer | None, str | None]:
+    def offer(
+        self, start: int, stop: int, load_s_per_token: float | None = None
+    ) -> tuple[Offer | None, str | None]:
         """For the KV of tokens [start, stop): what fetching it would take; or why it cannot be
-        fetched. Neither where so little is not worth asking for."""
+        fetched. Neither where so little is not worth asking for. load_s_per_token: of the store
+        here, None where KV may not come through it."""
         if stop - start < MIN_TOKENS:
             return None, None
         try:
@@ -99,7 +104,12 @@ class RemotePrefill:
             return None, f"has room for {found.context} tokens, not {stop}"
         num_bytes = (stop - start) * self.layout.bytes_per_token
         num_values = self.layout.num_values
-        way = self.worker.cost.way(found.rates, queue_s, start, stop, num_bytes, num_values)
+        about = (found.rates, queue_s, start, stop, num_bytes, num_values)
+        way = self.worker.cost.way(*about)
+        is_shared = self.store is not None and found.store == self.store
+        if is_shared and load_s_per_token is not None:
+            cost = self.worker.through_store(load_s_per_token / self.layout.bytes_per_token)
+            way = faster(way, cost.way(*about, through_store=True))
         return Offer(self.worker.name, start, stop, way), None
 
     def fetch(
@@ -155,6 +165,10 @@ class RemotePrefill:
     ) -> Fetched:
         end = received.end
         rate = received.rated_bytes / received.rated_s if received.rated_s else None
+        if offer.way.through_store:  # what came over the wire beside it is little
+            stored_s = received.loaded_s + end.store_s if end else 0.0
+            stored_bytes = received.num_stored * self.layout.bytes_per_token
+            rate = stored_bytes / stored_s if stored_bytes and stored_s else None
         return Fetched(
             offer,
             received.num_ready if is_whole else num_before,
@@ -169,16 +183,22 @@ class RemotePrefill:
 
     def _learn(self, fetched: Fetched) -> None:
         """Correct what such a fetch is expected to take."""
-        worker, cost = self.worker, self.worker.cost
         way, rate = fetched.offer.way, fetched.bytes_per_s
         if fetched.queue_s is not None and fetched.prefill_s is not None:
             spent = (fetched.seconds, fetched.queue_s, fetched.prefill_s)
-            worker.observe(cost.after(way, *spent, rate))
         elif fetched.seconds > way.seconds:  # given up: because of its link, or else of itself
             moving_s = fetched.num_bytes / rate if rate else 0.0
             is_link = moving_s > fetched.seconds / 2
             prefill_s = way.prefill_s if is_link else fetched.seconds
-            worker.observe(cost.after(way, fetched.seconds, way.queue_s, prefill_s, rate))
+            spent = (fetched.seconds, way.queue_s, prefill_s)
+        else:
+            return
+        self.worker.observe(way, lambda cost: cost.after(way, *spent, rate))
+
+
+def faster(wire: Way, store: Way) -> Way:
+    """The way that is expected to take less."""
+    return store if store.seconds < wire.seconds else wire
 
 
 class _Guard:

@@ -103,7 +103,7 @@ class Restorer:
         situation = survey(len(ids), history, in_pool, matched, stored)
         offer = no_offer = there = None
         if self._fetching is not None and not exact and wanted in ("auto", "remote"):
-            offer, no_offer = self._fetching.offer(situation)
+            offer, no_offer = self._fetching.offer(situation, self.cost.load_s_per_token)
             there = self._fetching.there(offer) if offer is not None else None
         cold = self._cold_share(stored, in_pool)
         plan = choose(situation, self.cost.with_cold(cold), wanted, exact, there)

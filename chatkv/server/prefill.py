@@ -223,7 +223,8 @@ def _no_nixl() -> str | None:
 def _offered(runtime: Runtime) -> Offered:
     rates = {name: value for name, value in asdict(runtime.restorer.cost).items() if name in _RATES}
     model, context = runtime.model, runtime.engine.max_tokens
-    return Offered(runtime.prepared.name, model, context, Rates(**rates))
+    store = identity(runtime.store) if runtime.store is not None else None
+    return Offered(runtime.prepared.name, model, context, Rates(**rates), store)
 
 
 _RATES = Rates.__struct_fields__

@@ -1,7 +1,7 @@
 """The process of a prefill worker: models and their memory, and nothing of any conversation.
 
 It takes no lock and no socket of a home's: any number of them may run beside an engine, over the
-same cache or another one.
+same cache or another one. What it leaves there is a note of where it serves (`prefill_notes`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from chatkv.errors import ChatkvError
 from chatkv.paths import Folders
 from chatkv.server.listen import Listen
 from chatkv.server.ports import listening_on, url_of
+from chatkv.server.prefill_notes import noted
 from chatkv.session.request import WantedDtype, WantedWeights
 
 log = logging.getLogger("chatkv.server")
@@ -80,7 +81,9 @@ async def _serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
         loading = loop.run_in_executor(None, load)
-        on_listening([url_of(port, listen.tls is not None) for port in ports])
+        urls = [url_of(port, listen.tls is not None) for port in ports]
+        open.enter_context(noted(folders, urls))
+        on_listening(urls)
         try:
             await server.serve(sockets=ports)
         finally:

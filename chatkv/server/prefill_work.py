@@ -83,7 +83,7 @@ class PrefillWork:
         self._number = 0
         self._sequence = TokenSequence()
         self.num_bytes = self.num_stored = self.num_computed = self.num_cached = 0
-        self.queue_s = self.prefill_s = 0.0
+        self.queue_s = self.prefill_s = self.store_s = 0.0
         self.failure: str | None = None
 
     def run(self, ticket: Ticket) -> None:
@@ -146,8 +146,7 @@ class PrefillWork:
         self.prefill_s = time.perf_counter() - began
         self.num_computed = len(ids) - self.num_cached
         restorer.learn(restored, self.num_computed, self.prefill_s)
-        end = End(self.queue_s, self.prefill_s, self.num_computed)
-        self._say(Kind.END, end)
+        self._todo.put(self._last)
 
     def _compute(self, engine: Engine, sequence: TokenSequence) -> None:
         by_layer = isinstance(engine.pool, BlockPool) and self._shared is None
@@ -201,6 +200,10 @@ class PrefillWork:
         text = msgspec.json.encode(what)
         self._todo.put(lambda: self._send(Frame(kind, 0), text))
 
+    def _last(self) -> None:
+        end = End(self.queue_s, self.prefill_s, self.num_computed, self.store_s)
+        self._send(Frame(Kind.END, 0), msgspec.json.encode(end))
+
     def _out(self, blocks: range, group: int) -> None:
         for block in blocks:
             self._value(block, group)
@@ -248,7 +251,7 @@ class PrefillWork:
 
     def _store(self, store: BlockStore, blocks: Sequence[int]) -> bool:
         """Put blocks into the shared store; False where that refuses them."""
-        new = []
+        new, began = [], time.perf_counter()
         for block in blocks:
             start, stop = self._tokens(block)
             parent = self._keys[block - 1] if block else self._namespace
@@ -258,6 +261,8 @@ class PrefillWork:
             store.put(self._namespace, self._layout, new)
         except StoreError:
             return False
+        finally:
+            self.store_s += time.perf_counter() - began
         self.num_stored += len(blocks) * BLOCK_TOKENS
         return True
 

@@ -30,6 +30,8 @@ def decoder(
 ) -> Iterator[Callable[..., Decoder]]:
     """decoder(worker): in the home in force, or in `home`."""
     monkeypatch.setattr(layouts, "MIN_VALUE_BYTES", 1)  # a value for each of the three layers
+    # What can go through a shared store does.
+    monkeypatch.setattr(remote, "faster", lambda wire, store: store)
     # Nothing is too slow on a busy machine, but where a test says so.
     monkeypatch.setattr(remote, "PATIENCE_S", 600.0)
     for name in ("FRESH_S", "STATE_S", "SILENT_S"):

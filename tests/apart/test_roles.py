@@ -5,14 +5,18 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import json
+import multiprocessing
+import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from chatkv.cli.why import explain
+from chatkv.server import prefill_notes
 from chatkv.server.listen import Access, Tls
 from chatkv.words import size
 from decoders import LONG
@@ -127,9 +131,9 @@ def test_why_tells_what_was_expected_of_the_worker_and_what_it_did() -> None:
     )
 
 
-@pytest.mark.slow
-def test_the_program_itself_serves_prefill(home: Path, model: str) -> None:
-    """Started as a user does, and ended by Ctrl-C."""
+@contextmanager
+def started(model: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A prefill worker as a user starts one, and where it serves."""
     process = subprocess.Popen(
         command("serve", "--role", "prefill", "--port", "0", "-m", model),
         stderr=subprocess.PIPE,
@@ -140,13 +144,49 @@ def test_the_program_itself_serves_prefill(home: Path, model: str) -> None:
         assert process.stderr is not None
         line = process.stderr.readline()
         assert "serving at http://127.0.0.1:" in line
-        url = line.split("serving at ")[1].split(",")[0].split(" ")[0]
-        assert ask(url, "/health").status == 200
-        process.send_signal(2)
-        assert process.wait(30) == 0
+        yield process, line.split("serving at ")[1].split(",")[0].split(" ")[0]
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.slow
+def test_the_program_itself_serves_prefill(home: Path, model: str) -> None:
+    """Started as a user does, and ended by Ctrl-C, or by `stop --all`; `stop` names it."""
+    with started(model) as (process, url), started(model) as (other, other_url):
+        assert ask(url, "/health").status == 200
+        process.send_signal(2)
+        assert process.wait(60) == 0
+        said = json.loads(run("status", "--format", "json").out)
+        (named,) = said["prefill_workers"]
+        assert named["pid"] == other.pid and other_url in named["urls"]
+        stopped = run("stop")
+        assert stopped.code == 0 and f"{other_url}" in stopped.err and "--all" in stopped.err
+        assert other.poll() is None
+        assert run("stop", "--all").code == 0
+        assert other.wait(60) == 0
+    assert json.loads(run("status", "--format", "json").out)["prefill_workers"] == []
+
+
+def test_a_worker_that_was_killed_is_not_named(home: Path) -> None:
+    """Its note stays, and nobody holds it."""
+    place = folders_in(home)
+
+    def be_one(ready: Any) -> None:
+        with prefill_notes.noted(place, ["http://127.0.0.1:1"]):
+            ready.send(True)
+            signal.pause()
+
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=be_one, args=(theirs,))
+    process.start()
+    assert ours.poll(60) and ours.recv()
+    assert [one.pid for one in prefill_notes.running(place)] == [process.pid]
+    process.kill()
+    process.join(60)
+    assert list(place.prefill_notes.iterdir())
+    assert prefill_notes.running(place) == []
+    assert list(place.prefill_notes.iterdir()) == []
 
 
 @pytest.fixture(scope="module")

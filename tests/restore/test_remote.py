@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from chatkv.restore.cost import CostModel
 from chatkv.restore.plan import Remote, Situation, choose
 from chatkv.restore.prefill_worker import PrefillWorker
 from chatkv.restore.remote import RemotePrefill
-from chatkv.restore.remote_cost import RemoteCost
+from chatkv.restore.remote_cost import RemoteCost, Way
 from chatkv_store.layout import KVLayout
 
 MODEL = Model("weights", "config", "layout")
@@ -118,6 +119,46 @@ def test_an_offer_knows_the_queue_and_the_link(now: list[float]) -> None:
     assert offer.way.transfer_s == pytest.approx(1000 * remote.layout.bytes_per_token / 1e6)
     assert remote.offer(0, 10) == (None, None)
     assert remote.offer(0, 5000)[1] == "has room for 4096 tokens, not 5000"
+
+
+def shared_at(transport: Worker, now: list[float]) -> RemotePrefill:
+    """One whose store is ours, too."""
+    transport.state_is = State(1, [Offered("m", MODEL, 4096, RATES, "ours")], 0.0)
+    return replace(remote_at(transport, now), store="ours")
+
+
+def test_kv_goes_through_a_shared_store_where_that_is_faster(now: list[float]) -> None:
+    """The link brings 1 MB a second, and a token has 1024 bytes."""
+    remote = shared_at(Worker(), now)
+    assert remote.layout.bytes_per_token == 1024
+    for load_s_per_token, through_store in ((1e-5, True), (1e-2, False)):
+        remote.worker.store_cost = None
+        offer, _ = remote.offer(0, 1000, load_s_per_token)
+        assert offer is not None and offer.way.through_store is through_store
+    offer, _ = remote.offer(0, 1000)  # nothing may come through it
+    assert offer is not None and not offer.way.through_store
+    other = replace(remote, store="another")
+    offer, _ = other.offer(0, 1000, 1e-5)
+    assert offer is not None and not offer.way.through_store
+
+
+def test_each_way_is_corrected_by_what_it_took_and_the_other_tried_again(now: list[float]) -> None:
+    remote = shared_at(Worker(), now)
+    taken = []
+    for _ in range(200):
+        offer, _ = remote.offer(0, 1000, 1e-5)
+        assert offer is not None
+        way = offer.way
+        taken.append(way.through_store)
+        rate = 100.0 if way.through_store else 10e6  # the store is far slower than was believed
+        seconds = 1.0 + 1024e3 / rate
+
+        def correct(cost: RemoteCost, way: Way = way, s: float = seconds, r: float = rate) -> Any:
+            return cost.after(way, s, 0.0, 1.0, r)
+
+        remote.worker.observe(way, correct)
+    assert taken[0] and not any(taken[1:50])
+    assert True in taken[50:]  # once in a while
 
 
 def test_a_state_is_asked_for_once_in_a_while(now: list[float]) -> None:
