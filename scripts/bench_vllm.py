@@ -25,6 +25,7 @@ sys.path[:0] = [*PATHS, str(ROOT / "tests" / "support")]
 
 from bench_common import Figure, Options, run, say  # noqa: E402
 
+MOST_S = 900.0  # that one vLLM may take
 LOADED = re.compile(r"chatkv: loaded (\d+) tokens of \S+, ([\d.]+) MB in (\d+) ms")
 
 
@@ -96,7 +97,7 @@ def vllm(python: str, model: Path, home: Path | None, prompt: list[int]) -> dict
         "home": None if home is None else str(home),
         "batches": [[other[: len(prompt) // 4]], [prompt]],
         "max_tokens": 1,
-        "pause_s": 5.0,  # the writer works behind the answer
+        "pause_s": 1.0,  # so that the writer is not in the way of the next one
         "options": {"max_model_len": len(prompt) + 64, "dtype": dtype()},
     }
     done = subprocess.run(
@@ -104,6 +105,7 @@ def vllm(python: str, model: Path, home: Path | None, prompt: list[int]) -> dict
         capture_output=True,
         text=True,
         check=False,
+        timeout=MOST_S,
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(PATHS),

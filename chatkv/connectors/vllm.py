@@ -30,11 +30,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from chatkv.connectors.shared_disk import SharedDisk, folders_of
 from chatkv.connectors.vllm_identity import keep, refuse_unknown
 from chatkv.connectors.vllm_kernels import kernels_of
+from chatkv.connectors.vllm_memory import have
 from chatkv.connectors.vllm_plan import Plan, Shard
+from chatkv.connectors.vllm_rates import Rates
 from chatkv.connectors.vllm_scheduler import SchedulerSide, shards_in_order
 from chatkv.connectors.vllm_tensors import KVTensors
 from chatkv.connectors.vllm_worker import WorkerSide
 from chatkv.errors import ChatkvError, UsageError
+from chatkv.restore.cost import cost_key
 from chatkv_store.errors import StoreError
 
 if TYPE_CHECKING:
@@ -61,7 +64,7 @@ class ShardMetadata(KVConnectorHandshakeMetadata):
 
 
 class ChatkvConnector(KVConnectorBase_V1):
-    """`kv_connector_extra_config` may hold "home" (as CHATKV_HOME) and "kv_codec".
+    """`kv_connector_extra_config` may hold "home" (as CHATKV_HOME), "kv_codec" and "load".
 
     Raises UsageError where vLLM runs in a way that this connector would not keep right.
     """
@@ -73,12 +76,14 @@ class ChatkvConnector(KVConnectorBase_V1):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         options = self._kv_transfer_config.kv_connector_extra_config
-        if unknown := set(options) - {"home", "kv_codec"}:
+        if unknown := set(options) - {"home", "kv_codec", "load"}:
             raise UsageError(f"kv_connector_extra_config: unknown {', '.join(sorted(unknown))}")
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             raise UsageError('set "kv_load_failure_policy": "recompute": a block may be missing')
+        if options.get("load", "auto") not in ("auto", "always"):
+            raise UsageError(f'load: "auto" or "always", not {options["load"]!r}')
         refuse_unknown(vllm_config, kv_cache_config)
-        self._codec = options.get("kv_codec", "lossless")
+        self._codec = options.get("kv_codec", "auto")
         self._folders = folders_of(options.get("home"))
         self._disk = SharedDisk(self._folders)
         for notice in self._disk.notices:
@@ -89,7 +94,10 @@ class ChatkvConnector(KVConnectorBase_V1):
         self._shard: Shard | None = None
         self._worker: WorkerSide | None = None
         self._scheduler = SchedulerSide(
-            self._disk.store, self._block_tokens, vllm_config.max_concurrent_batches
+            self._disk.store,
+            self._block_tokens,
+            vllm_config.max_concurrent_batches,
+            None if options.get("load") == "always" else self._folders.costs,
         )
 
     @classmethod
@@ -131,7 +139,7 @@ class ChatkvConnector(KVConnectorBase_V1):
             found = None if state is None else state.get_block_ids(request_id)
             return None if found is None else found[0]
 
-        return PlanMetadata(self._scheduler.plan(block_ids))
+        return PlanMetadata(self._scheduler.plan(block_ids, scheduler_output.num_scheduled_tokens))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if connector_output.invalid_block_ids:
@@ -162,12 +170,21 @@ class ChatkvConnector(KVConnectorBase_V1):
         except (ChatkvError, StoreError) as error:
             log.warning("chatkv: KV is not kept: %s", error)
             return
-        self._shard = Shard(kept.namespace, tensors.layout.to_json(), machine())
-        self._worker = WorkerSide(disk.store, disk.writer, tensors, kept)
+        key = cost_key(kept.namespace, tensors.layers[0].device.type)
+        self._shard = Shard(kept.namespace, tensors.layout.to_json(), machine(), key)
+        rates = Rates(self._folders.costs, key, kept.about["model"])
+        self._worker = WorkerSide(disk.store, disk.writer, tensors, kept, rates)
+        if tensors.is_in_memory:
+            have(tensors.layers)
         log.info("chatkv: KV of %s is kept in %s", kept.about["model"], self._folders.kv)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return None if self._shard is None else ShardMetadata(self._shard)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin()  # before vLLM computes, which it may do before loads are started
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._worker is not None:

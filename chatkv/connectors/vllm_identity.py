@@ -71,6 +71,7 @@ def keep(
     here, UsageError for a codec that would change them.
     """
     model, parallel = config.model_config, config.parallel_config
+    codec = layout_codec(layout) if codec == "auto" else codec
     chosen = _lossless(codec)
     files = find_model(str(model.model), cache, may_download=False)
     if files.kind != "hf":
@@ -98,6 +99,12 @@ def keep(
         "codec": chosen.family,
     }
     return Kept(space, about, "vLLM", codec)
+
+
+def layout_codec(layout: KVLayout) -> str:
+    """The codec by itself. Of numbers of 32 bits `lossless` saves a sixth, and takes more than
+    twice as long to load."""
+    return "raw" if layout.bytes_per_element == 4 else "lossless"
 
 
 def _lossless(codec: str) -> codecs.Codec:

@@ -19,6 +19,7 @@ class Shard:
     namespace: bytes
     layout: str  # KVLayout as JSON
     machine: str  # where its store is
+    rates: str = ""  # under which its rates are kept
 
 
 @dataclass(frozen=True)
@@ -49,3 +50,5 @@ class Save:
 class Plan:
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
+    # The tokens [start, stop) of a prompt, where the step computes them and nothing else.
+    computes: tuple[int, int] | None = None

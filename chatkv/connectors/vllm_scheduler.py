@@ -10,6 +10,7 @@ what the last step of a request computed after its end, while vLLM keeps its blo
 from __future__ import annotations
 
 import hashlib
+import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,11 +18,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from chatkv.connectors.vllm_plan import Load, Plan, Save, Shard
+from chatkv.connectors.vllm_rates import Rates, seconds_of
 from chatkv_store.errors import StoreError
 from chatkv_store.layout import KVLayout
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from chatkv_store.blocks import BlockStore
+
+log = logging.getLogger("vllm.chatkv")
 
 BlockIds = Callable[[str], Sequence[int] | None]  # request -> its blocks, None: not in this step
 
@@ -40,20 +46,33 @@ class _Tracked:
 
 
 class SchedulerSide:
-    """`steps_ahead`: how many steps may be on their way when the next one is planned (1: none)."""
+    """`steps_ahead`: how many steps may be on their way when the next one is planned (1: none).
+    `costs`: where the workers keep their rates; None: whatever is stored is loaded."""
 
-    def __init__(self, store: BlockStore | None, block_tokens: int, steps_ahead: int = 1) -> None:
+    def __init__(
+        self,
+        store: BlockStore | None,
+        block_tokens: int,
+        steps_ahead: int = 1,
+        costs: Path | None = None,
+    ) -> None:
         self._store = store
         self._block_tokens = block_tokens
         self._steps_ahead = steps_ahead
+        self._costs = costs
         self._shards: list[tuple[bytes, KVLayout]] = []
+        self._rates: list[Rates] = []
         self._found: dict[str, int] = {}  # blocks by request, from the last look
+        self._skipped: set[str] = set()  # requests whose blocks are not worth loading
         self._tracked: dict[str, _Tracked] = {}
         self._last_saves: list[Save] = []
 
     def set_shards(self, shards: Iterable[Shard]) -> None:
         """What the workers call their parts; without them nothing is found or saved."""
-        self._shards = [(one.namespace, KVLayout.from_json(one.layout)) for one in shards]
+        found = list(shards)
+        self._shards = [(one.namespace, KVLayout.from_json(one.layout)) for one in found]
+        if self._costs is not None:
+            self._rates = [Rates(self._costs, one.rates) for one in found]
 
     def matched(self, request: Any, num_computed: int) -> int:
         """Tokens behind the first `num_computed` that can be loaded. Changes nothing.
@@ -65,20 +84,27 @@ class SchedulerSide:
         usable = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
         num_blocks = self._stored_blocks(request, usable)
         self._found[request.request_id] = num_blocks
-        return max(0, num_blocks * self._block_tokens - num_computed)
+        self._skipped.discard(request.request_id)
+        stop = num_blocks * self._block_tokens
+        if stop > num_computed and not self._is_worth_it(num_computed, stop):
+            self._skipped.add(request.request_id)
+            return 0
+        return max(0, stop - num_computed)
 
     def admitted(self, request: Any, num_external: int) -> None:
         """vLLM computes the request from the next step on, and loads `num_external` tokens."""
         if not self._can_keep(request):
             return
         stored = self._found.pop(request.request_id, 0)
+        if request.request_id in self._skipped:
+            self._skip(request)
         tracked = _Tracked(request, stored, stored)
         if num_external > 0:
             tracked.load_from = stored - num_external // self._block_tokens
         self._tracked[request.request_id] = tracked
 
-    def plan(self, block_ids: BlockIds) -> Plan:
-        """What the next step loads and saves."""
+    def plan(self, block_ids: BlockIds, num_scheduled: Mapping[str, int] | None = None) -> Plan:
+        """What the next step loads and saves. num_scheduled: the tokens of requests in it."""
         plan = Plan(saves=self._last_saves)
         self._last_saves = []
         for request_id, tracked in self._tracked.items():
@@ -91,11 +117,13 @@ class SchedulerSide:
             num_sure = self._sure_blocks(tracked)
             if num_sure > tracked.num_handed or (tracked.num_stored and not tracked.is_noted):
                 plan.saves.append(self._save(tracked, blocks, max(num_sure, tracked.num_handed)))
+        plan.computes = self._alone(num_scheduled or {}) if not plan.loads else None
         return plan
 
     def finished(self, request: Any, block_ids: Sequence[int]) -> bool:
         """The request has ended; True where vLLM must keep its blocks until they are saved."""
         self._found.pop(request.request_id, None)
+        self._skipped.discard(request.request_id)
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None or getattr(request.status, "name", "") == "FINISHED_ABORTED":
             return False  # its last step may still be on its way
@@ -115,6 +143,29 @@ class SchedulerSide:
             tracked.num_handed = min(tracked.num_handed, computed)
             tracked.num_stored = min(tracked.num_stored, computed)
             tracked.computed.clear()
+
+    def _is_worth_it(self, start: int, stop: int) -> bool:
+        """Whether loading tokens [start, stop) is expected to be faster than computing them."""
+        expected = seconds_of(self._rates, start, stop)
+        return expected is None or expected[0] < expected[1]
+
+    def _skip(self, request: Any) -> None:
+        """What is stored of a request is computed, since that seems to be faster."""
+        self._skipped.discard(request.request_id)
+        for rates in self._rates:
+            rates.skipped()
+        log.info("chatkv: stored KV of %s is computed again: that seems faster", request.request_id)
+
+    def _alone(self, num_scheduled: Mapping[str, int]) -> tuple[int, int] | None:
+        """What a step computes that has one request."""
+        if len(num_scheduled) != 1:
+            return None
+        ((request_id, count),) = num_scheduled.items()
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            return None
+        start = int(tracked.request.num_computed_tokens)
+        return start, start + count
 
     def _can_keep(self, request: Any) -> bool:
         """KV that depends on more than the weights and the ids of tokens is nobody else's."""

@@ -11,6 +11,7 @@ It follows that only whole blocks can be stored, and only without loss.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -72,6 +73,11 @@ class KVTensors:
         self._whole = None if one_piece is None else _halves(one_piece)
         self._scratch = threading.local()
 
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether each block of a layer is one piece of this process' memory."""
+        return self._views is not None
+
     def take(self, block_ids: Sequence[int]) -> list[Callable[[int], Bits]]:
         """The KV of each block as it is now, as a `NewBlock` takes its values.
 
@@ -85,6 +91,10 @@ class KVTensors:
         wanted = torch.tensor(list(block_ids), device=self.layers[0].device)
         there = torch.stack([one.index_select(0, wanted) for one in self.layers], dim=1)
         return [self._values(fetch) for fetch in _fetchers(there, self.layout)]
+
+    def step(self) -> Step:
+        """A step that begins now."""
+        return Step(self.layers[0].device)
 
     def destination(self, block_ids: Sequence[int], first: int) -> Blocks:
         """Where `load_blocks` puts a request's blocks, of which number `first` is block_ids[0]; not
@@ -130,6 +140,34 @@ class KVTensors:
             return whole()[layers.start : layers.stop]
 
         return value
+
+
+class Step:
+    """What a step took, on the device that computed it. `computed`: the tokens of a prompt, where
+    it was nothing else."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._began = self._ended = self._now()
+        self.computed: tuple[int, int] | None = None
+
+    def end(self, computed: tuple[int, int] | None) -> None:
+        self._ended, self.computed = self._now(), computed
+
+    @property
+    def seconds(self) -> float:
+        """Between its beginning and its end; waits for that."""
+        if self._device.type != "cuda":
+            return float(self._ended - self._began)
+        self._ended.synchronize()
+        return float(self._began.elapsed_time(self._ended)) / 1e3
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
 
 @dataclass(frozen=True)

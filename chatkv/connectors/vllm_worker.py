@@ -17,8 +17,9 @@ from functools import partial
 
 from chatkv.connectors.vllm_identity import Kept
 from chatkv.connectors.vllm_plan import Load, Plan, Save
+from chatkv.connectors.vllm_rates import Rates
 from chatkv.connectors.vllm_scheduler import namespace_for
-from chatkv.connectors.vllm_tensors import Blocks, KVTensors
+from chatkv.connectors.vllm_tensors import Blocks, KVTensors, Step
 from chatkv_store.blocks import BlockStore
 from chatkv_store.chain import NewBlock, StoredBlock
 from chatkv_store.errors import StoreError
@@ -38,19 +39,26 @@ class _Loading:
 
     load: Load
     blocks: list[StoredBlock]
+    is_alone: bool  # in its step
     groups: int = 0
     failed: set[int] = field(default_factory=set)  # vLLM's blocks that will not come
     is_over: bool = False
 
 
 class WorkerSide:
-    """Loads and saves for one worker, whose KV is called `kept`."""
+    """Loads and saves for one worker, whose KV is called `kept`, and measures what that takes."""
 
     def __init__(
-        self, store: BlockStore, writer: BlockWriter, tensors: KVTensors, kept: Kept
+        self,
+        store: BlockStore,
+        writer: BlockWriter,
+        tensors: KVTensors,
+        kept: Kept,
+        rates: Rates | None = None,
     ) -> None:
         self._store, self._writer = store, writer
-        self._tensors, self._kept = tensors, kept
+        self._tensors, self._kept, self._rates = tensors, kept, rates
+        self._step: Step | None = None
         self._uses = Uses(store)
         self._changed = threading.Condition()
         self._loading: list[_Loading] = []
@@ -58,11 +66,16 @@ class WorkerSide:
         self._registered: set[bytes] = set()
         writer.call(use_every_core)
 
+    def begin(self) -> None:
+        """A step begins."""
+        self._note_step()
+        self._step = self._tensors.step()
+
     def start(self, plan: Plan) -> None:
         """Begin the loads of a step."""
         threads = max(1, default_threads() // max(1, len(plan.loads)))
         for load in plan.loads:
-            loading = _Loading(load, self._stored(load))
+            loading = _Loading(load, self._stored(load), is_alone=len(plan.loads) == 1)
             self._loading.append(loading)
             into = self._tensors.destination(load.block_ids, load.first)
             task = partial(self._run, loading, into, threads)
@@ -82,6 +95,8 @@ class WorkerSide:
     def save(self, plan: Plan) -> None:
         """Copy what is to be saved and hand it to the writer; waits for no disk. The blocks of a
         request that has ended are vLLM's no more until they are written, and need no copy."""
+        if self._step is not None:
+            self._step.end(plan.computes)
         for save in plan.saves:
             if save.is_last:
                 self._writer.call(partial(self._write, save))
@@ -95,6 +110,13 @@ class WorkerSide:
         failed = set().union(*(one.failed for one in self._loading))
         self._loading = []
         return failed
+
+    def _note_step(self) -> None:
+        """Learn from the last step, by now done."""
+        step, self._step = self._step, None
+        if step is not None and step.computed is not None and self._rates is not None:
+            record = partial(self._rates.computed, *step.computed, step.seconds)
+            self._writer.call(record)
 
     def take_finished(self) -> set[str]:
         """Requests that have ended and whose blocks were written since the last call."""
@@ -140,6 +162,8 @@ class WorkerSide:
             "chatkv: loaded %d tokens of %s, %.1f MB in %.0f ms",
             *(result.num_tokens_ok, load.request, result.bytes_read / 1e6, took_ms),
         )
+        if self._rates is not None and result.num_tokens_ok and loading.is_alone:
+            self._rates.loaded(result.num_tokens_ok, took_ms / 1e3)
         if loading.failed:
             reason = "; ".join(result.misses) or "gone since it was found"
             log.warning("chatkv: %s is computed again: %s", load.request, reason)

@@ -15,12 +15,15 @@ from typing import Any
 import pytest
 import torch
 
+from chatkv.connectors import vllm_memory
 from chatkv.connectors.vllm_identity import Kept, keep, refuse_unknown
 from chatkv.connectors.vllm_plan import Plan, Shard
+from chatkv.connectors.vllm_rates import Rates
 from chatkv.connectors.vllm_scheduler import SchedulerSide, shards_in_order
 from chatkv.connectors.vllm_tensors import KVTensors
 from chatkv.connectors.vllm_worker import WorkerSide
 from chatkv.errors import ModelError, UsageError
+from chatkv.restore.cost import CostFile
 from chatkv_store.blocks import BlockStore
 from chatkv_store.chain import NewBlock
 from chatkv_store.keys import block_key
@@ -84,11 +87,12 @@ class Engine:
         self.layout = tensors.layout
         space = NAMESPACE
         about = {"model": "tiny (vLLM)", "layout": self.layout.to_json(), "codec": "lossless"}
-        self.worker = WorkerSide(
-            self.store, self.writer, tensors, Kept(space, about, "vLLM", "lossless")
-        )
-        self.scheduler = SchedulerSide(self.store, B)
-        self.scheduler.set_shards([Shard(space, self.layout.to_json(), "here")])
+        self.costs = path.parent / "costs.json"
+        self.rates = Rates(self.costs, "key", "tiny (vLLM)")
+        kept = Kept(space, about, "vLLM", "lossless")
+        self.worker = WorkerSide(self.store, self.writer, tensors, kept, self.rates)
+        self.scheduler = SchedulerSide(self.store, B, costs=self.costs)
+        self.scheduler.set_shards([Shard(space, self.layout.to_json(), "here", "key")])
 
     def run(self, request: Request, block_ids: list[int], replies: int = 0) -> tuple[int, Plan]:
         """A request from admission to end; tokens loaded, and the plan of its first step."""
@@ -275,6 +279,51 @@ def test_kv_of_more_than_ids_is_left_alone(engine: Engine, other: dict[str, Any]
     assert len(list(engine.store.headers())) == 3
 
 
+def test_what_is_slower_to_load_is_computed_until_it_is_tried_again(engine: Engine) -> None:
+    """Never before both were measured; and never, where everything is to be loaded."""
+    ids = ids_of(1, 4 * B + 1)
+    engine.run(Request("a", ids), [0, 1, 2, 3, 4])
+    engine.rates.loaded(1000, 2.0)
+    assert engine.scheduler.matched(Request("b", ids), 0) == 4 * B
+    engine.rates.computed(0, 1000, 1.9)
+    for _ in range(2):  # vLLM may look several times before there is room
+        assert engine.scheduler.matched(Request("c", ids), 0) == 0
+    loads = []
+    for number in range(20):
+        request = Request(f"d{number}", ids)
+        external, plan = engine.run(request, [0, 1, 2, 3, 4])
+        assert bool(plan.loads) == (external > 0)
+        assert not any(save.block_ids for save in plan.saves)  # they are stored
+        loads.append(external)
+    assert loads[0] == 0 and 4 * B in loads
+    always = SchedulerSide(engine.store, B)
+    always.set_shards([Shard(NAMESPACE, engine.layout.to_json(), "here", "key")])
+    assert always.matched(Request("e", ids), 0) == 4 * B
+
+
+def test_steps_of_one_prompt_alone_are_measured(engine: Engine) -> None:
+    request, other = Request("a", ids_of(1, 4 * B)), Request("b", ids_of(2, 4 * B))
+    for one in (request, other):
+        engine.scheduler.admitted(one, 0)
+    request.num_computed_tokens = B
+
+    def computes(**scheduled: int) -> tuple[int, int] | None:
+        plan = engine.scheduler.plan(lambda name: None, scheduled)
+        engine.worker.begin()
+        engine.worker.save(plan)
+        return plan.computes
+
+    assert computes(a=3 * B, b=1) is None and computes(c=3 * B) is None
+    engine.worker.begin()
+    engine.writer.flush()
+    assert engine.rates.cost.prefill_error is None
+    assert computes(a=3 * B) == (B, 4 * B)
+    engine.worker.begin()
+    engine.writer.flush()
+    assert engine.rates.cost.prefill_error is not None
+    assert CostFile(engine.costs).entries()["key"][0] == "tiny (vLLM)"
+
+
 def test_an_abandoned_request_keeps_what_was_certain(engine: Engine) -> None:
     request = Request("a", ids_of(1, 3 * B))
     engine.scheduler.admitted(request, engine.scheduler.matched(request, 0))
@@ -282,6 +331,21 @@ def test_an_abandoned_request_keeps_what_was_certain(engine: Engine) -> None:
     request.num_computed_tokens = 3 * B
     request.status.name = "FINISHED_ABORTED"
     assert not engine.scheduler.finished(request, [0, 1, 2])
+
+
+@pytest.mark.parametrize("kind", ["in one", "apart"])
+def test_memory_is_asked_for_and_left_as_it_is(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_memory, "_AT_ONCE", 1)
+    kv = caches(kind=kind)
+    compute(kv, ids_of(1, 5 * B), [3, 1, 7, 0, 9])
+    before = {name: tensor.clone() for name, tensor in kv.items()}
+    layers = list(kv.values())
+    vllm_memory.have(layers).join(60)
+    assert all(torch.equal(kv[name], before[name]) for name in LAYERS)
+    covered = sorted(vllm_memory._pieces(layers))
+    assert sum(size for _, size in covered) == sum(one.nbytes for one in layers)
+    wanted = [one.data_ptr() + b * one[0].nbytes for one in layers for b in range(BLOCKS)]
+    assert [address for address, _ in covered] == sorted(wanted)
 
 
 def test_requests_are_uses_of_the_cache(engine: Engine) -> None:
@@ -382,7 +446,7 @@ def test_a_name_changes_with_all_that_kv_depends_on(tmp_path: Path) -> None:
         config, kernels = config_of(folder, **other), {"instructions": isa}
         return keep(config, layout, (0, rank), kernels, codec, tmp_path, version).namespace
 
-    assert name() == name(copied) == name(codec="raw")
+    assert name() == name(copied) == name(codec="raw") == name(codec="auto")
     different = [
         name(same_name),
         name(version="2"),
