@@ -19,6 +19,9 @@ def packs_on_cpu(dtype: torch.dtype) -> bool:
 # For how many rows oneDNN lays a weight out; prefill loses nothing by either. In float32 (2 cores,
 # AVX2), steps of 2, 4 and 8 rows took 43, 53 and 78 ms laid out for eight, 99, 112 and 123 ms for
 # one, and one row the same; and a row alone is then computed to the bit as among others.
+# Laid out for 16, 32, 64 or 512 it is as fast as for eight, for any number of rows, and the plain
+# layout is slower up to 256: the products of all layers of SmolLM2 took 28 ms for 8 rows (plain
+# 48), 60 for 32 (81), 87 for 48 (104), 104 for 64 (124), 191 for 128 (254), 700 for 512 (660).
 _ROWS = {torch.float32: 8}
 
 
