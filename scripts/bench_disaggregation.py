@@ -48,7 +48,7 @@ class Sizes:
     repeats: int  # of measuring the transport
 
 
-QUICK = Sizes(512, 2, 1.5, 5)
+QUICK = Sizes(256, 2, 1.0, 5)
 FULL = Sizes(2048, 8, 10.0, 15)
 
 
@@ -253,7 +253,7 @@ class Running:
         threads = [threading.Thread(target=self._answer, args=(i,)) for i in range(RUNNING)]
         for thread in threads:
             thread.start()
-        while any(len(one) < 16 for one in self._tokens):
+        while any(len(one) < 8 for one in self._tokens):
             time.sleep(0.05)
         found = Load()
         self._prompt(64, found)  # so that whatever is done once is done
@@ -265,7 +265,7 @@ class Running:
             gaps = self._gaps(began, ended)
             found.gaps_s += gaps
             found.tokens_per_s += len(gaps) / (ended - began) / sizes.num_prompts
-            time.sleep(0.3)
+            time.sleep(0.1)
         self._is_over.set()
         for thread in threads:
             thread.join()

@@ -4,7 +4,7 @@ raw socket carries as many bytes. For bench_disaggregation.py."""
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -22,39 +22,31 @@ REQUEST = b"all of it"
 SAMPLE_IDS = list(range(1024))  # whose KV is carried
 
 
-def _environment() -> dict[str, str]:
-    path = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "store"))
-    return {**os.environ, "PYTHONPATH": path}
-
-
 def transport(layout: str, sender: int, receiver: int, repeats: int) -> list[list[float]]:
     """Bytes a second of KV from a pool in one process to another process, each on its core, as a
-    worker sends what it has: verified and in its place there, and only read."""
-    pool = subprocess.Popen(
-        ["taskset", "-c", str(sender), sys.executable, __file__, "--be-pool", layout],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=_environment(),
-    )
+    worker sends what it has: verified and in its place there, and only read. Both are forked from
+    this one, which must have computed nothing yet."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    port = context.SimpleQueue()
+    pool = context.Process(target=be_pool, args=(port, sender, layout), daemon=True)
+    pool.start()
+    arguments = (theirs, receiver, f"http://127.0.0.1:{port.get()}", layout, repeats)
+    reader = context.Process(target=be_receiver, args=arguments, daemon=True)
+    reader.start()
+    theirs.close()
     try:
-        assert pool.stdout is not None
-        done = subprocess.run(
-            ["taskset", "-c", str(receiver), sys.executable, __file__, "--be-receiver"],
-            input=json.dumps([f"http://127.0.0.1:{pool.stdout.readline().strip()}", layout]),
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-            env=_environment() | {"REPEATS": str(repeats)},
-        )
+        rates: list[list[float]] = ours.recv()
     finally:
-        pool.kill()
-        pool.wait()
-    rates: list[list[float]] = json.loads(done.stdout.splitlines()[-1])
+        for process in (reader, pool):
+            process.kill()
+            process.join()
     return rates
 
 
-def be_pool(layout_json: str) -> None:
+def be_pool(port: Any, core: int, layout_json: str) -> None:
     """Answers every request with all of a pool, as `server.prefill_work` sends it."""
+    os.sched_setaffinity(0, {core})
     from threading import Event
 
     import torch
@@ -72,7 +64,7 @@ def be_pool(layout_json: str) -> None:
     keys = chain_keys(bytes(32), SAMPLE_IDS, 64)
     ends = [msgspec.json.encode(one) for one in (Head(0), End(0, 0, 0))]
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        print(listener.getsockname()[1], flush=True)
+        port.put(listener.getsockname()[1])
         while True:
             connection, _ = listener.accept()
             with connection:
@@ -95,8 +87,8 @@ def be_pool(layout_json: str) -> None:
                 connection.sendall(b"0\r\n\r\n")
 
 
-def be_receiver() -> None:
-    url, layout_json = json.loads(sys.stdin.read())
+def be_receiver(told: Any, core: int, url: str, layout_json: str, repeats: int) -> None:
+    os.sched_setaffinity(0, {core})
     import numpy as np
 
     from chatkv.apart.over_http import HttpTransport
@@ -125,8 +117,8 @@ def be_receiver() -> None:
             return float(num_bytes / (time.perf_counter() - began - waited_s))
 
     fetched(True)  # memory that is written for the first time takes longer
-    found = [(fetched(True), fetched(False)) for _ in range(int(os.environ["REPEATS"]))]
-    print(json.dumps([list(rates) for rates in zip(*found, strict=True)]))
+    found = [(fetched(True), fetched(False)) for _ in range(repeats)]
+    told.send([list(rates) for rates in zip(*found, strict=True)])
 
 
 def read_only(read_into: Callable[[memoryview], None], payload: memoryview) -> tuple[int, float]:
@@ -153,7 +145,7 @@ def raw_socket(sender: int, receiver: int, num_bytes: int, repeats: int) -> list
     port = str(listener.getsockname()[1])
     arguments = [str(num_bytes), str(repeats)]
     child = subprocess.Popen(
-        ["taskset", "-c", str(sender), sys.executable, __file__, "--be-sender", port, *arguments]
+        ["taskset", "-c", str(sender), sys.executable, __file__, port, *arguments]
     )
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {receiver})
@@ -182,6 +174,4 @@ def be_sender(port: str, num_bytes: str, repeats: str) -> None:
 
 
 if __name__ == "__main__":
-    {"--be-pool": be_pool, "--be-receiver": be_receiver, "--be-sender": be_sender}[sys.argv[1]](
-        *sys.argv[2:]
-    )
+    be_sender(*sys.argv[1:])

@@ -72,7 +72,7 @@ def run_vllm(model: Path, home: Path | None, *batches: Any, **more: Any) -> Run:
         capture_output=True,
         text=True,
         check=False,
-        timeout=400,
+        timeout=900,
         env=environment,
     )
     log = done.stdout + done.stderr
