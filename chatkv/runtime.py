@@ -115,8 +115,7 @@ class Runtime:
             on_progress("loading the model", 0, 1)
         self.needs: Needs | None = None  # of main memory
         if where.type == "cpu":
-            config, stored = self.prepared.config, self.weights.weights
-            self.needs = admit(files, config, chosen, stored, resident)
+            self.needs = admit(files, self.prepared, resident)
         self._memory_bytes = int(available_bytes() * POOL_SHARE_OF_MEMORY)
         self.tokenizer = Tokenizer.from_prepared(self.prepared)
         # A template that fails does so now, and the first turn need not wait for its compiler.

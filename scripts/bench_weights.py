@@ -13,6 +13,7 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -20,26 +21,29 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-import chatkv  # noqa: F401  before torch: it says how OpenMP's threads wait
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "store")]
+
+import chatkv  # noqa: E402, F401  before torch: it says how OpenMP's threads wait
 
 # isort: split
-import torch
-from bench_common import Figure, Options, run
+import torch  # noqa: E402
+from bench_common import Figure, Options, run  # noqa: E402
 
-from chatkv.engine.engine import Engine
-from chatkv.engine.pool import BLOCK_TOKENS, BlockPool
-from chatkv.engine.sequence import TokenSequence
-from chatkv.model.catalog import find_model
-from chatkv.model.config import ModelConfig
-from chatkv.model.decoder import Decoder
-from chatkv.model.dtype import choose_dtype
-from chatkv.model.few_rows import MeasuredRows
-from chatkv.model.prepared import Dtype, Quantised, prepare
-from chatkv.model.quantise import is_quantised, quantise
-from chatkv.model.weights import TORCH_DTYPES, Weight, expected_shapes, load_weights
-from chatkv.process import prepare_to_compute
+from chatkv.engine.engine import Engine  # noqa: E402
+from chatkv.engine.pool import BLOCK_TOKENS, BlockPool  # noqa: E402
+from chatkv.engine.sequence import TokenSequence  # noqa: E402
+from chatkv.model.catalog import find_model  # noqa: E402
+from chatkv.model.config import ModelConfig  # noqa: E402
+from chatkv.model.decoder import Decoder  # noqa: E402
+from chatkv.model.dtype import choose_dtype  # noqa: E402
+from chatkv.model.few_rows import MeasuredRows  # noqa: E402
+from chatkv.model.prepared import Dtype, Quantised, prepare  # noqa: E402
+from chatkv.model.quantise import is_quantised, quantise  # noqa: E402
+from chatkv.model.weights import TORCH_DTYPES, Weight, expected_shapes, load_weights  # noqa: E402
+from chatkv.process import prepare_to_compute  # noqa: E402
 
-KINDS: tuple[Quantised, ...] = ("int8", "int4")
+KINDS: tuple[Quantised, ...] = ("fp16", "int8", "int4")
 # The shape of Llama 3.2 1B, with a small vocabulary: its head is not quantised.
 ONE_B = ModelConfig("llama", 32_000, 2048, 8192, 16, 32, 8, 64, 1e-5, 5e5, 4096)
 LLAMA = """
@@ -103,8 +107,9 @@ def one_b(
         part = name.partition("layers.")[2].partition(".")[2] or name
         if part not in layer:
             made = torch.empty(shape).uniform_(-0.02, 0.02)
-            is_full = kind is None or not is_quantised(name)
-            layer[part] = made.to(TORCH_DTYPES[dtype]) if is_full else quantise(made, kind)
+            layer[part] = made.to(TORCH_DTYPES[dtype])
+            if kind is not None and is_quantised(name):
+                layer[part] = made.half() if kind == "fp16" else quantise(made, kind)
         weights[name] = layer[part]
     few_rows = MeasuredRows(folder, TORCH_DTYPES[dtype])
     return Decoder(config, weights, context, few_rows=few_rows)
@@ -203,7 +208,9 @@ def to_llama(context: int, decode_ms: float, folder: Path, steps: int) -> Figure
 def measure(options: Options) -> Iterator[Figure]:
     prepare_to_compute()
     steps, rounds = (16, 1) if options.quick else (40, 3)
-    contexts = (256,) if options.quick else (512, 4096)
+    # In bfloat16 a machine without units for it takes ten milliseconds for each token of a prompt.
+    contexts = (128,) if options.quick else (512, 4096)
+    short = 32 if options.quick else 128
     config = replace(ONE_B, num_layers=2) if options.quick else ONE_B
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -217,7 +224,7 @@ def measure(options: Options) -> Iterator[Figure]:
         del decoders
         big = {name: one_b(*form, config, folder, 1024) for name, form in asked.items()}
         name = f"1B, {config.num_layers} layers"
-        yield from figures_of(name, 128, native, talks(big, 128, steps // 2, rounds))
+        yield from figures_of(name, short, native, talks(big, short, steps // 2, rounds))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,7 +16,10 @@ from chatkv.cli.output import Output, output_options
 from chatkv.cli.table import Column
 from chatkv.paths import folders
 
-KINDS: tuple[Literal["int8", "fp8", "int4"], ...] = ("int8", "fp8", "int4")
+if TYPE_CHECKING:
+    from chatkv.model.prepared import Quantised
+
+KINDS: tuple[Quantised, ...] = ("own", "fp16", "int8", "fp8", "int4")
 
 
 @click.command()
@@ -36,8 +39,8 @@ def measure(output: Output, model: str | None, dtype: str, text: Path | None, to
     """Measure what each kind of --weights costs on a text, against full ones.
 
     PERPLEXITY is how much worse the text is predicted, KL how far predictions move (nats), TOP-1
-    how often the likeliest token stays the same. The int4 of a GGUF that has four bits itself are
-    its own. Without MODEL, the embedded one.
+    how often the likeliest token stays the same. Own are the codes of a file that has some; of
+    these, int4 takes over the ones of 4 bits. Without MODEL, the embedded one.
     """
     values = measured(lambda status: _measure(read_text(text), model, dtype, tokens, status))
     columns = [Column("WEIGHTS", lambda row: row["weights"], colour="cyan")]
@@ -51,6 +54,7 @@ def _measure(text: str, model: str | None, dtype: Any, tokens: int, status: Stat
     from chatkv.model.catalog import find_model
     from chatkv.model.decoder import Decoder
     from chatkv.model.dtype import choose_dtype
+    from chatkv.model.own_codes import own_layouts
     from chatkv.model.prepared import prepare
     from chatkv.model.tokenizer import Tokenizer
     from chatkv.model.weights import load_weights
@@ -62,14 +66,14 @@ def _measure(text: str, model: str | None, dtype: Any, tokens: int, status: Stat
     known = find_known(known_models(), model) if model is not None else None
     files = find_model(known.spec if known is not None else model, place.cache)
     chosen = choose_dtype(place.cache, torch.device("cpu")) if dtype == "auto" else dtype
-    made = {
-        kind: prepare(files, chosen, place.models, status.progress, kind) for kind in (None, *KINDS)
-    }
-    full = made[None]
+    full = prepare(files, chosen, place.models, status.progress)
+    has_own = bool(own_layouts(files, full.config))
+    kinds = [kind for kind in KINDS if has_own or kind != "own"]
+    made = {kind: prepare(files, chosen, place.models, status.progress, kind) for kind in kinds}
     ids = Tokenizer.from_prepared(full).encode(text[: 16 * tokens])[:tokens]
     rows = []
     whole = Decoder(full.config, load_weights(full), len(ids))
-    for kind in KINDS:  # one at a time beside the full one: two lie in memory at most
+    for kind in kinds:  # one at a time beside the full one: two lie in memory at most
         other = Decoder(full.config, load_weights(made[kind]), len(ids))
         (found,) = differences(whole, [other], ids, status.progress)
         scored = len(ids) - 1

@@ -49,7 +49,7 @@ def show(
     output: Output,
     model: str | None,
     dtype: Literal["auto", "bfloat16", "float16", "float32"],
-    weights: Literal["auto", "full", "own", "int8", "fp8", "int4"],
+    weights: Literal["auto", "full", "own", "fp16", "int8", "fp8", "int4"],
     context: int | None,
     sessions: int,
 ) -> None:

@@ -11,25 +11,24 @@ from chatkv.errors import ModelError
 from chatkv.model.catalog import ModelFiles
 from chatkv.model.config import ModelConfig
 from chatkv.model.own_codes import own_layouts
-from chatkv.model.prepared import Dtype, Stored
+from chatkv.model.prepared import Dtype, PreparedModel, Stored
 from chatkv.model.quantise import Layout
+from chatkv.model.weights import stored_layouts
 from chatkv.process import available_bytes
 from chatkv.words import size
 
 # From the least loss on.
-KINDS: tuple[Stored, ...] = ("full", "own", "int8", "fp8", "int4")
-_SMALLER: tuple[Stored, ...] = ("own", "int8", "int4")
+KINDS: tuple[Stored, ...] = ("full", "own", "fp16", "int8", "fp8", "int4")
+_SMALLER: tuple[Stored, ...] = ("own", "fp16", "int8", "int4")
 
 
-def admit(
-    files: ModelFiles, config: ModelConfig, dtype: Dtype, weights: Stored, resident: int
-) -> Needs:
+def admit(files: ModelFiles, prepared: PreparedModel, resident: int) -> Needs:
     """What the model takes here with a conversation of one block, beside the `resident` bytes that
-    the process had before it was prepared. Raises ModelError, with the
-    numbers and with what would fit, where that is not free."""
-    # A file's own codes are counted as int8: to read what they are takes longer than that is worth.
-    counted = "int8" if weights == "own" else weights
-    needs = needed(files, config, dtype, counted, {}, resident=resident)
+    the process had before it was prepared. Raises ModelError, with the numbers and with what would
+    fit, where that is not free."""
+    config, dtype, weights = prepared.config, prepared.dtype, prepared.stored
+    stored = stored_layouts(prepared) if weights == "own" else {}
+    needs = needed(files, config, dtype, weights, stored, resident=resident)
     free = available_bytes() + needs.resident
     if needs.total <= free:
         return needs

@@ -40,7 +40,7 @@ SHARE_OF_MEMORY = 0.75
 # A reply of so many tokens to a prompt of so many is what has to take less time, by so much.
 REPLY_TOKENS, PROMPT_TOKENS, WORTH = 128, 256, 1.1
 # From the least loss on.
-_SMALLER: tuple[Quantised, ...] = ("own", "int8", "int4")
+_SMALLER: tuple[Quantised, ...] = ("own", "fp16", "int8", "int4")
 
 
 @dataclass(frozen=True)

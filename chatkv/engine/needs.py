@@ -13,6 +13,7 @@ from chatkv.engine.budget import CHUNK_TOKENS
 from chatkv.engine.ledger import SPARE_SHARE, activation_bytes, block_bytes, ledger, weight_bytes
 from chatkv.engine.pool import BLOCK_TOKENS
 from chatkv.model.config import ModelConfig
+from chatkv.model.linear import has_half_product
 from chatkv.model.quantise import LAYOUTS, Layout, is_quantised
 from chatkv.model.weights import expected_shapes
 from chatkv.process import resident_bytes
@@ -80,6 +81,7 @@ def needs_on_cpu(
     """In main memory, of whose free_bytes KV may take `share`; itemsize: bytes per number of
     weights and KV; resident: what the process has beside the model, by default what it has now."""
     weights = weight_bytes(config, itemsize) - _saved_bytes(config, itemsize, asked)
+    weights -= _halved_bytes(config, itemsize, asked)
     weights += _second_form_bytes(config, asked) + _embedding_bytes(config, itemsize, asked)
     work = WORK_BYTES + activation_bytes(config, itemsize, CHUNK_TOKENS, 1)
     needs = _needs(config, itemsize, asked, weights, work, int(free_bytes * share))
@@ -113,6 +115,19 @@ def _saved_bytes(config: ModelConfig, itemsize: int, asked: Asked) -> int:
         itemsize * prod(shapes[name]) - layout.num_bytes(shapes[name])
         for name, layout in _layouts(config, asked).items()
     )
+
+
+def _halved_bytes(config: ModelConfig, itemsize: int, asked: Asked) -> int:
+    """By how much a CPU's matrices of float16 are smaller (`HalfLinear`): of weights that are asked
+    for so, and the head beside any that have fewer bits."""
+    if itemsize <= 2 or not has_half_product():
+        return 0
+    halved, shapes = 0, expected_shapes(config)
+    if asked.weights == "fp16":
+        halved = sum(prod(shapes[name]) for name in filter(is_quantised, shapes))
+    if halved or _layouts(config, asked):
+        halved += config.vocab_size * config.hidden_size
+    return (itemsize - 2) * halved
 
 
 def _second_form_bytes(config: ModelConfig, asked: Asked) -> int:

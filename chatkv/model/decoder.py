@@ -16,7 +16,7 @@ from torch import Tensor
 
 from chatkv.model.batch import Attention, Batch, PagedBatch, Span, SpanBatch
 from chatkv.model.config import ModelConfig
-from chatkv.model.linear import Linear
+from chatkv.model.linear import HalfLinear, Linear, has_half_product
 from chatkv.model.norm import RmsNorm
 from chatkv.model.quantise import can_join, join, to_device
 from chatkv.model.quantised_linear import (
@@ -72,7 +72,6 @@ class Decoder:
         self.dtype = embedding.dtype
         self.embedding = embedding
         self.norm = RmsNorm(made.tensor("model.norm.weight"), config.norm_eps, fused)
-        self.head = made.head("model.embed_tokens" if config.tie_embeddings else "lm_head")
         self.max_position = max_position or config.max_position
         self.rope = RopeTable(config, self.max_position, self.dtype, self.device)
         self.layers: list[Layer] = []
@@ -80,6 +79,7 @@ class Decoder:
             self.layers.append(Layer(config, made, index, self.rope, fused))
             if on_progress is not None:
                 on_progress(index + 1, config.num_layers)
+        self.head = made.head("model.embed_tokens" if config.tie_embeddings else "lm_head")
 
     @torch.inference_mode()
     def forward(
@@ -160,6 +160,9 @@ class LayerWeights:
         self, weights: Mapping[str, Weight], device: torch.device, few_rows: FewRows
     ) -> None:
         self._weights, self._device, self._few_rows = weights, device, few_rows
+        self._dtype = self.tensor("model.norm.weight").dtype
+        self._has_fewer_bits = False  # a matrix that was made already
+        self._has_halves = device.type == "cpu" and has_half_product()
 
     def tensor(self, name: str) -> Tensor:
         return dense_weight(self._weights[name]).to(self._device)
@@ -168,23 +171,33 @@ class LayerWeights:
         """Matrices that read the same input, as one, where they are stored alike."""
         matrices = [self._weights[f"{name}.weight"] for name in names]
         quantised = [one for one in matrices if not isinstance(one, Tensor)]
+        stored = dense_weight(matrices[0]).dtype if not quantised else None
+        are_halves = stored == torch.float16 != self._dtype
+        self._has_fewer_bits |= bool(quantised) or are_halves
         if quantised and (len(quantised) < len(names) or not can_join(quantised)):
             return Beside([self.linear([name], has_bias) for name in names])
         bias = torch.cat([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
         if quantised:
             joined = to_device(join(quantised), self._device)
-            dtype = self.tensor("model.norm.weight").dtype
-            made: AnyLinear = QuantisedLinear(joined, bias, dtype, self._few_rows)
+            made: AnyLinear = QuantisedLinear(joined, bias, self._dtype, self._few_rows)
         else:
-            made = Linear(torch.cat([self.tensor(f"{name}.weight") for name in names]), bias)
+            dense = torch.cat([self.tensor(f"{name}.weight") for name in names])
+            made = self._dense(dense, bias, are_halves)
         self._drop(names)
         return made
 
-    def head(self, name: str) -> Linear:
-        made = Linear(self.tensor(f"{name}.weight"))
-        if made.packed:
+    def head(self, name: str) -> Linear | HalfLinear:
+        """Made after the layers: in float16 where these have no more bits and it would be wider."""
+        weight = self.tensor(f"{name}.weight")
+        made = self._dense(weight, None, weight.itemsize > 2 and self._has_fewer_bits)
+        if isinstance(made, HalfLinear) or made.packed:
             self._drop([name])  # an embedding's rows come again one by one
         return made
+
+    def _dense(self, weight: Tensor, bias: Tensor | None, is_half: bool) -> Linear | HalfLinear:
+        if is_half and self._has_halves:
+            return HalfLinear(weight, bias)
+        return Linear(weight.to(self._dtype), bias)
 
     def _drop(self, names: Sequence[str]) -> None:
         """What was copied out of a file need not stay in memory."""

@@ -24,7 +24,7 @@ from chatkv.model.config import ModelConfig
 from chatkv.model.decoder import Decoder, Layer, LayerWeights
 from chatkv.model.linear import Linear
 from chatkv.model.norm import RmsNorm
-from chatkv.model.quantised_linear import always_few
+from chatkv.model.quantised_linear import AnyLinear, always_few
 from chatkv.model.rope import RopeTable
 from chatkv.model.weights import Weight
 
@@ -42,7 +42,7 @@ class SharedHead:
 
     def __init__(self, decoder: Decoder, rows: Tensor, vocabulary: Tensor | None) -> None:
         self.rows, self.vocabulary = rows, vocabulary
-        self._linear = decoder.head if vocabulary is None else Linear(rows[vocabulary])
+        self._linear: AnyLinear = decoder.head if vocabulary is None else Linear(rows[vocabulary])
 
     def __call__(self, normed: Tensor) -> Tensor:
         """[num_rows, hidden_size] → [num_rows, num_ids]."""

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from chatkv.model.tensor_file import TensorSource
 
 Dtype = Literal["bfloat16", "float16", "float32"]
-Quantised = Literal["own", "int8", "fp8", "int4"]
-Stored = Literal["full", "own", "int8", "fp8", "int4"]
+Quantised = Literal["own", "fp16", "int8", "fp8", "int4"]
+Stored = Literal["full", "own", "fp16", "int8", "fp8", "int4"]
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
 """Matrices of 8 or 4 bits: making them, joining them, and their parts in a prepared model's file.
 
-Projections are quantised; embeddings, the head and norms stay as they are. int8 and fp8 have a
-scale per output; int4 has a scale and a zero point per group of 32 inputs. Codes that a file has
+Projections are quantised; embeddings, the head and norms are written as they are. int8 and fp8 have
+a scale per output; int4 has a scale and a zero point per group of 32 inputs. Codes that a file has
 already are taken over as they are, in the file's own groups: nothing is quantised twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Literal, NamedTuple, TypeAlias
@@ -169,6 +169,16 @@ def tensors_of(weight: QuantisedWeight) -> list[Tensor]:
     return [part for part in weight if isinstance(part, Tensor)]
 
 
+def layout_of(weight: QuantisedWeight) -> Layout:
+    """How it is stored."""
+    if isinstance(weight, Reordered):
+        return replace(layout_of(weight.weight), is_reordered=True)
+    kind = next(kind for kind, dtype in _CODES.items() if dtype == weight.codes.dtype)
+    zeros = weight.zeros if isinstance(weight, Weight4) else None
+    zeros_dtype = None if zeros is None else zeros.dtype
+    return Layout(kind, weight.group_size, weight.scales.dtype, zeros_dtype)
+
+
 def to_device(weight: QuantisedWeight, device: torch.device) -> QuantisedWeight:
     if isinstance(weight, Reordered):
         plain = to_device(weight.weight, device)
@@ -183,14 +193,18 @@ def to_device(weight: QuantisedWeight, device: torch.device) -> QuantisedWeight:
 
 
 def quantised_sources(
-    sources: Sequence[TensorSource], kind: Kind | Literal["own"]
+    sources: Sequence[TensorSource], kind: Kind | Literal["own", "fp16"]
 ) -> list[TensorSource]:
-    """The same tensors, projections quantised. Codes that a file has already are taken over: by
-    "own" all, with nothing quantised beside them, else those of that kind. Of 8 bits only where an
-    output has one scale: with groups a CPU has no fast kernel for them.
+    """The same tensors, projections quantised; "fp16": as float16. Codes that a file has already
+    are taken over: by "own" all, with nothing quantised beside them, else those of that kind. Of 8
+    bits only where an output has one scale: with groups a CPU has no fast kernel for them.
     """
     made: list[TensorSource] = []
     for source in sources:
+        if kind == "fp16":
+            half = torch.float16 if is_quantised(source.name) else source.dtype
+            made.append(TensorSource(source.name, source.shape, source.load, half))
+            continue
         layout = layout_as(source, kind)
         if layout is None:
             made.append(source)

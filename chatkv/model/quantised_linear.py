@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chatkv.model.linear import Linear
+from chatkv.model.linear import HalfLinear, Linear
 from chatkv.model.quantise import KernelWeight, QuantisedWeight, Reordered
 from chatkv.model.tiled_product import TiledProduct
 from chatkv_kernels.linear import MAX_ROWS
@@ -99,7 +99,7 @@ class Beside:
         return self(x).add_(residual)
 
 
-AnyLinear: TypeAlias = Linear | QuantisedLinear | Beside
+AnyLinear: TypeAlias = Linear | HalfLinear | QuantisedLinear | Beside
 
 
 def dequantised(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:

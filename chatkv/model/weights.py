@@ -6,7 +6,7 @@ touches them, and several processes share them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -16,7 +16,14 @@ from chatkv.errors import ModelError
 from chatkv.model.config import ModelConfig
 from chatkv.model.mapped import drop_pages
 from chatkv.model.one_line import one_line
-from chatkv.model.quantise import QuantisedWeight, from_parts, is_quantised, part_names
+from chatkv.model.quantise import (
+    Layout,
+    QuantisedWeight,
+    from_parts,
+    is_quantised,
+    layout_of,
+    part_names,
+)
 
 if TYPE_CHECKING:
     from chatkv.model.prepared import PreparedModel
@@ -65,18 +72,22 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class LoadedWeights(Mapping[str, Weight]):
-    """Tensors by name, in one dtype or quantised.
+    """Tensors by name, in one dtype or quantised; those named `halves` are of float16.
 
     Those stored in that dtype are mapped (do not write to them); others are converted whenever they
     are asked for, so that a model never lies in memory in both.
     """
 
-    def __init__(self, as_stored: Mapping[str, Weight], dtype: torch.dtype) -> None:
-        self.as_stored, self._dtype = as_stored, dtype
+    def __init__(
+        self, as_stored: Mapping[str, Weight], dtype: torch.dtype, halves: Container[str] = ()
+    ) -> None:
+        self.as_stored, self._dtype, self._halves = as_stored, dtype, halves
 
     def __getitem__(self, name: str) -> Weight:
         weight = self.as_stored[name]
-        return weight.to(self._dtype) if isinstance(weight, torch.Tensor) else weight
+        if not isinstance(weight, torch.Tensor) or name in self._halves:
+            return weight
+        return weight.to(self._dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.as_stored)
@@ -101,7 +112,7 @@ def load_weights(prepared: PreparedModel) -> LoadedWeights:
     mapped = {file: map_file(file) for file in prepared.weights}
     modules = tuple(_module_prefixes(mapped.values(), prepared.config))
     for file, found in mapped.items():
-        if prepared.quantised is not None:
+        if prepared.quantised not in (None, "fp16"):
             tensors |= _take_quantised(file, found, shapes, prepared.quantised == "own")
         for name, tensor in found.items():
             if name in shapes:
@@ -115,7 +126,14 @@ def load_weights(prepared: PreparedModel) -> LoadedWeights:
     if missing := [name for name in shapes if name not in tensors]:
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(f"{prepared.folder} lacks the tensor {missing[0]}{others}")
-    return LoadedWeights(tensors, dtype)
+    halves = [*filter(is_quantised, shapes)] if prepared.quantised == "fp16" else []
+    return LoadedWeights(tensors, dtype, frozenset(halves))
+
+
+def stored_layouts(prepared: PreparedModel) -> dict[str, Layout]:
+    """Of the matrices that are codes, by name. Nothing is read but the file's header."""
+    stored = load_weights(prepared).as_stored.items()
+    return {name: layout_of(one) for name, one in stored if not isinstance(one, torch.Tensor)}
 
 
 def dense_weight(weight: Weight) -> torch.Tensor:

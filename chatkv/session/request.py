@@ -15,7 +15,7 @@ KVCodec = Literal["lossless", "packed", "raw", "int8", "fp8", "int4"]
 WantedDtype = Literal["auto", "bfloat16", "float16", "float32"]
 # What a server does: answer as a whole, or compute prompts for others, or have them computed.
 Role = Literal["both", "prefill", "decode"]
-WantedWeights = Literal["auto", "full", "own", "int8", "fp8", "int4"]
+WantedWeights = Literal["auto", "full", "own", "fp16", "int8", "fp8", "int4"]
 
 
 @dataclass(frozen=True)

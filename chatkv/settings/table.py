@@ -82,8 +82,8 @@ _ALL = (
         "auto",
         "CHATKV_WEIGHTS",
         "--weights",
-        "Store weights so: int8, fp8 and int4 are smaller and change them; own keeps the codes of "
-        "a file that has some; full is in the dtype.",
+        "Store weights so: int8, fp8 and int4 are smaller and change them, fp16 hardly; own keeps "
+        "the codes of a file that has some; full is in the dtype.",
         CHATS,
         is_remembered=True,
     ),

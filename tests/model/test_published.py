@@ -92,7 +92,7 @@ def test_it_says_what_its_numbers_say(name: str, checkpoint: Path, tmp_path: Pat
     assert exact.std() > 0.1
     largest = float(exact.abs().max())
     assert torch.allclose(logits(full.config, dense, 0), exact, rtol=0, atol=1e-4 * largest)
-    assert torch.allclose(logits(own.config, weights, 0), exact, rtol=0, atol=1e-4 * largest)
+    assert torch.allclose(logits(own.config, weights, 0), exact, rtol=0, atol=5e-4 * largest)
     # A CPU's kernels for few rows round to bfloat16.
     assert torch.allclose(logits(own.config, weights, 2), exact, rtol=0, atol=0.05 * largest)
 

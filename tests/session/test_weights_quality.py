@@ -31,12 +31,12 @@ def test_the_same_weights_differ_in_nothing_and_coarser_ones_more(
 ) -> None:
     checkpoint = tiny_checkpoint("llama3")
     full = decoder(checkpoint, tmp_path)
-    others = [decoder(checkpoint, tmp_path, kind) for kind in (None, "int8", "fp8", "int4")]
-    same, int8, fp8, int4 = differences(full, others, IDS)
+    others = [decoder(checkpoint, tmp_path, kind) for kind in (None, "fp16", "int8", "fp8", "int4")]
+    same, fp16, int8, fp8, int4 = differences(full, others, IDS)
     scored = len(IDS) - 1
     assert same.kl == 0 and same.agreed == scored
     assert same.perplexity(scored) == same.exact_perplexity(scored)
-    assert 0 < int8.kl < fp8.kl < int4.kl
+    assert 0 < fp16.kl < int8.kl < fp8.kl < int4.kl
     assert int8.agreed > int4.agreed
 
 
@@ -55,9 +55,9 @@ def test_the_command_tells_and_remembers(home: Path, tiny_checkpoint: Callable[.
     done = CliRunner().invoke(cli, [*arguments, "--tokens", "100", "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
-    assert [row["weights"] for row in found["weights"]] == ["int8", "fp8", "int4"]
+    assert [row["weights"] for row in found["weights"]] == ["fp16", "int8", "fp8", "int4"]
     assert found["tokens"] == 100 and found["weights"][0]["num_tokens"] == 99
     known = known_qualities(folders().models)
-    assert {entry["weights"] for entry in known.values()} == {"int8", "fp8", "int4"}
+    assert {entry["weights"] for entry in known.values()} == {"fp16", "int8", "fp8", "int4"}
     shown = CliRunner().invoke(cli, [*arguments, "--tokens", "50"])
     assert shown.exit_code == 0 and "PERPLEXITY" in shown.stdout and "int4" in shown.stdout
