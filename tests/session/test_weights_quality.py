@@ -17,6 +17,7 @@ from chatkv.model.prepared import prepare
 from chatkv.model.weights import load_weights
 from chatkv.paths import folders
 from chatkv.session.weights_quality import differences, known_qualities
+from tiny_gguf import write_gguf
 
 IDS = [5, 9, 20, 3, 11, 40, 7] * 30
 
@@ -61,3 +62,15 @@ def test_the_command_tells_and_remembers(home: Path, tiny_checkpoint: Callable[.
     assert {entry["weights"] for entry in known.values()} == {"fp16", "int8", "fp8", "int4"}
     shown = CliRunner().invoke(cli, [*arguments, "--tokens", "50"])
     assert shown.exit_code == 0 and "PERPLEXITY" in shown.stdout and "int4" in shown.stdout
+
+
+def test_codes_of_a_files_own_are_measured_too(
+    home: Path, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    model = write_gguf(home / "four.gguf", tiny_checkpoint("llama2"), quantised="Q4_0")
+    arguments = ["models", "measure", str(model), "--dtype", "float32", "--tokens", "30", "--json"]
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 0, done.output
+    found = {row["weights"]: row for row in json.loads(done.stdout)["weights"]}
+    assert [*found] == ["own", "fp16", "int8", "fp8", "int4"]
+    assert found["own"]["kl"] < found["int8"]["kl"], "nothing is quantised that was not before"
