@@ -49,7 +49,7 @@ class Sizes:
     arriving_prompt: int  # beside RUNNING answers
     repeats: int
     at_once: tuple[int, ...]  # sizes of static batches, and limits of running answers
-    places: int  # where running answers are looked at without the prompt
+    places: int  # of running answers that are looked at without the prompt, the first before it
 
 
 QUICK = Sizes(32, 6, 12, 512, 1, (8, SLOTS), 2)
@@ -374,18 +374,20 @@ def arrival(engine: Any, num_tokens: int, budget: Any, places: int) -> Arrival:
         for moment, gap in zip(request.times[1:], request.gaps_s, strict=True)
         if moment >= arrived_s[0] and moment - gap < prompt.times[0]
     ]
-    without = without_prompt(engine, running, places)
+    # From both sides of the read: a machine's speed drifts, too.
+    without = [gap for request in running for gap in request.gaps_s[BEFORE - AT_EACH : BEFORE - 1]]
+    without += without_prompt(engine, running, places)
     return Arrival(without, beside, prompt.times[0] - arrived_s[0])
 
 
 def without_prompt(engine: Any, running: Sequence[Request], places: int) -> list[float]:
-    """Gaps of the same answers with nothing beside them, in a few places from where they were when
-    the prompt arrived to where they were when it had been read: each token attends to all before
+    """Gaps of the same answers with nothing beside them, in places between where they were when
+    the prompt arrived and where they were when it had been read: each token attends to all before
     it, so answers slow down by themselves."""
     gaps: list[float] = []
     longest = min(len(request.said) for request in running)
     span = max(0, longest - BEFORE - AT_EACH)
-    for num_said in sorted({BEFORE + span * place // (places - 1) for place in range(places)}):
+    for num_said in sorted({BEFORE + span * place // (places - 1) for place in range(1, places)}):
         again = [
             Request(0.0, request.ids + request.said[:num_said], WARM_UP + AT_EACH)
             for request in running
@@ -406,7 +408,7 @@ def long_prompt(num_tokens: int) -> list[int]:
 
 
 WARM_UP = 12  # tokens of each answer that are not counted
-BEFORE = 24  # that each has said when the prompt arrives
+BEFORE = 64  # that each has said when the prompt arrives
 AT_EACH = 40  # tokens of each answer at each of the places where it is looked at without the prompt
 
 
