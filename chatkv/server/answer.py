@@ -166,6 +166,7 @@ def _result(choices: list[Choice], about: dict[str, Any]) -> dict[str, Any]:
         "plan": first.plan.chosen,
         "plan_expected_ms": round(first.plan.predicted_ms, 3),
         "plan_ms": round(first.plan_actual_ms, 3),
+        "draft_source": first.speculation.source,
         "draft_n": sum(result.speculation.drafted for result in results),
         "draft_n_accepted": sum(result.speculation.accepted for result in results),
         "hit": hit,

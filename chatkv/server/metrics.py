@@ -50,7 +50,7 @@ class Metrics:
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)  # path, status
     hits: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
-    drafted: Counter[str] = field(default_factory=Counter)
+    drafted: Counter[tuple[str, str]] = field(default_factory=Counter)  # source, outcome
     plans: Counter[str] = field(default_factory=Counter)
     plan_ms: Counter[tuple[str, str]] = field(default_factory=Counter)  # plan, expected or taken
     remote: Counter[str] = field(default_factory=Counter)  # by how a fetch ended
@@ -80,8 +80,9 @@ class Metrics:
                 self.remote["failed" if result["remote"]["failure"] else "done"] += 1
                 self.remote_bytes += result["remote"]["bytes"]
             self.tokens["generated"] += result["generated_tokens"]
-            self.drafted["accepted"] += timings["draft_n_accepted"]
-            self.drafted["rejected"] += timings["draft_n"] - timings["draft_n_accepted"]
+            source, accepted = timings["draft_source"], timings["draft_n_accepted"]
+            self.drafted[source, "accepted"] += accepted
+            self.drafted[source, "rejected"] += timings["draft_n"] - accepted
             self._ttft.add(timings["ttft_ms"] / 1e3)
             self._computed.add(timings["prompt_n"])
             if timings["predicted_per_second"]:
@@ -113,8 +114,11 @@ class Metrics:
         yield from counter("remote_prefills_total", "Requests to the prefill worker.", fetches)
         says = "Bytes of KV that came from there."
         yield from counter("remote_bytes_total", says, [("", self.remote_bytes)])
-        says = "Tokens guessed ahead of the model, by whether it said them then."
-        drafted = [(f'outcome="{outcome}"', n) for outcome, n in self.drafted.items()]
+        says = "Tokens guessed ahead of the model, by who guessed, and whether it said them then."
+        drafted = [
+            (f'source="{source}",outcome="{outcome}"', n)
+            for (source, outcome), n in self.drafted.items()
+        ]
         yield from counter("drafted_tokens_total", says, drafted)
         says = "Requests whose client left before the end."
         yield from counter("disconnects_total", says, [("", self.num_disconnected)])

@@ -82,9 +82,9 @@ def test_what_came_of_drafts_is_told_everywhere(model: str) -> None:
     assert f"{share}% of guesses right" in Status(stats=result.to_json()).line(500)
     assert "guess" not in Status(stats={"tokens": {}}).line(500)
     metrics = Metrics()
-    metrics.drafted["accepted"] += 2
+    metrics.drafted["ngram", "accepted"] += 2
     text = metrics.text({"models": [], "open_sessions": [], "answering": []}, {})
-    assert 'chatkv_drafted_tokens_total{outcome="accepted"} 2' in text
+    assert 'chatkv_drafted_tokens_total{source="ngram",outcome="accepted"} 2' in text
 
 
 @pytest.mark.slow
