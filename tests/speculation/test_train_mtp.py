@@ -52,3 +52,10 @@ def test_what_was_trained_drafts_for_its_model(
     drafted = held(model, speculate="mtp")
     assert [ids for _, ids in drafted] == [ids for _, ids in plain]
     assert all(result.speculation.drafted for result, _ in drafted)
+    heads = tmp_path / "heads.st"
+    run("train", "--data", data, "-o", heads, "--kind", "heads", "--updates", 5)
+    assert read_about(heads).kind == "heads"
+    monkeypatch.setenv("CHATKV_MTP", str(heads))
+    drafted = held(model, speculate="mtp")
+    assert [ids for _, ids in drafted] == [ids for _, ids in plain]
+    assert all(result.speculation.drafted for result, _ in drafted)
