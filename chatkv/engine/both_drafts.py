@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from chatkv.engine.drafts import Draft, Drafter, GoesOn, always
+from chatkv.engine.drafts import Draft, Drafter, Growth
 from chatkv.engine.mtp import MtpDrafter
 from chatkv.engine.ngram import NUM_KINDS, NgramDrafter
 
@@ -22,6 +22,9 @@ class BothDrafter:
     mtp: MtpDrafter
     source: str = field(default="ngram+mtp", init=False)
     _is_said_before: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.mtp.first_kind = NUM_KINDS
 
     @property
     def most(self) -> int:
@@ -42,23 +45,16 @@ class BothDrafter:
     def expected(self, kind: int) -> float:
         if kind < NUM_KINDS:
             return self.ngram.expected(kind)
-        return self.mtp.expected(kind - NUM_KINDS)
+        return self.mtp.expected(kind)
 
     def outlook(self, ids: Sequence[int], freely: bool = False) -> int | None:
         kind = self.ngram.outlook(ids)
         self._is_said_before = kind is not None and kind >= _TRUSTED
         if self._is_said_before:
             return kind
-        kind = self.mtp.outlook(ids, freely)
-        return None if kind is None else kind + NUM_KINDS
+        return self.mtp.outlook(ids, freely)
 
-    def propose(self, ids: Sequence[int], count: int, goes_on: GoesOn = always) -> Draft:
+    def propose(self, ids: Sequence[int], count: int, growth: Growth | None = None) -> Draft:
         if self._is_said_before:
             return self.ngram.propose(ids, count)
-
-        def goes_on_with(kind: int) -> bool:
-            return goes_on(kind + NUM_KINDS)
-
-        draft = self.mtp.propose(ids, min(count, self.mtp.most), goes_on_with)
-        kinds = [kind + NUM_KINDS for kind in draft.kinds]
-        return Draft(draft.tokens, draft.drawn, kinds, draft.seconds)
+        return self.mtp.propose(ids, min(count, self.mtp.most), growth)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from chatkv.engine.drafts import Draft, GoesOn, always
+from chatkv.engine.drafts import Draft, Growth
 from chatkv.engine.engine import Engine, Preempted
 from chatkv.engine.pool import BLOCK_TOKENS, BlockPool
 from chatkv.engine.sampling import Sampler
@@ -58,7 +58,7 @@ class ModelDrafter:
     def outlook(self, ids: Sequence[int], freely: bool = False) -> int | None:
         return 0 if len(ids) + self.most <= self.engine.max_tokens else None
 
-    def propose(self, ids: Sequence[int], count: int, goes_on: GoesOn = always) -> Draft:
+    def propose(self, ids: Sequence[int], count: int, growth: Growth | None = None) -> Draft:
         own, engine = self._own, self.engine
         drawn = []
         try:
@@ -75,7 +75,7 @@ class ModelDrafter:
                 seconds = time.perf_counter() - began
         except (ContextFull, Preempted):  # its memory is small: the answer goes on without drafts
             return Draft()
-        return Draft([one.token for one in drawn], drawn, seconds=seconds)
+        return Draft([one.token for one in drawn], drawn=drawn, seconds=seconds)
 
 
 def draft_engine(

@@ -3,14 +3,15 @@
 A model says in one pass what follows each token of a draft. With p its distribution and q the one
 that a drafted token was drawn from, the token is accepted with probability min(1, p/q), and else
 one is drawn from the normalised max(0, p - q): what comes out is distributed as p (Leviathan et
-al., ICML '23; Chen et al., arXiv 2302.01318). A token that was looked up, not drawn, has all of q,
-and then the rule is simpler: draw from p as ever, and see whether the draft guessed it. So guesses
-that are looked up change nothing about an answer, not even for a given seed.
+al., ICML '23; Chen et al., arXiv 2302.01318). A token that was not drawn, but looked up or likely,
+has all of q, and then the rule is simpler: draw from p as ever, and see whether the draft guessed
+it. So such guesses change nothing about an answer, not even for a given seed; and there may be
+several for one place, of which one is right at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,14 +30,28 @@ class Drawn:
 
 
 @dataclass(frozen=True)
+class Look:
+    """What may come at one place of a draft: tokens, likeliest first, and the kind of each."""
+
+    tokens: Sequence[int]
+    kinds: Sequence[int]
+
+
+@dataclass(frozen=True)
 class Draft:
-    """Tokens that may follow; `drawn` is empty where they were looked up, else one for each.
-    kinds: of each token but the first, where they are not all of one kind. seconds: what drafting
-    took, 0 where that is next to nothing."""
+    """Tokens that may follow, one behind the other; the last ones, as many as `instead` has, each
+    could come instead of the token of that index, and nothing is guessed behind them. So a draft is
+    a tree, of one long branch.
+
+    drawn: where its tokens were drawn, what each was drawn from. looks: what was thought of at each
+    place, where that is more than its tokens. seconds: what drafting took, 0 where that is next to
+    nothing.
+    """
 
     tokens: Sequence[int] = ()
+    instead: Sequence[int] = ()
     drawn: Sequence[Drawn] = ()
-    kinds: Sequence[int] = ()
+    looks: Sequence[Look] = ()
     seconds: float = 0.0
 
     def __len__(self) -> int:
@@ -45,14 +60,26 @@ class Draft:
     def drawn_at(self, index: int) -> Drawn | None:
         return self.drawn[index] if index < len(self.drawn) else None
 
+    def index_of(self, token: int, place: int) -> int | None:
+        """Which of the tokens it is that comes at a place of the long branch; None: no one."""
+        chain = len(self.tokens) - len(self.instead)
+        if place >= chain:
+            return None
+        if self.tokens[place] == token:
+            return place
+        beside = zip(self.instead, self.tokens[chain:], strict=True)
+        return next((chain + at for at, one in enumerate(beside) if one == (place, token)), None)
 
-GoesOn = Callable[[int], bool]
-"""Whether a draft is worth another token, of such a kind. Asked before each but the first."""
 
+class Growth(Protocol):
+    """Says how far a draft is to grow: what is worth the time that it takes."""
 
-def always(kind: int) -> bool:
-    """`GoesOn` whatever comes."""
-    return True
+    def take(self, kinds: Sequence[int]) -> int:
+        """How many of the tokens of such kinds, likeliest first, that may come next. 0: the draft
+        ends here."""
+
+    def goes_on(self) -> bool:
+        """Whether to look what comes behind the likeliest of those that were just taken."""
 
 
 class Drafter(Protocol):
@@ -81,10 +108,10 @@ class Drafter(Protocol):
 
     @property
     def adapts(self) -> bool:
-        """Whether the next draft asks `goes_on`, so that it may be as long as it pays."""
+        """Whether the next draft grows as it is told, so that it may be as large as it pays."""
 
-    def propose(self, ids: Sequence[int], count: int, goes_on: GoesOn = always) -> Draft:
-        """At most `count` tokens behind ids."""
+    def propose(self, ids: Sequence[int], count: int, growth: Growth | None = None) -> Draft:
+        """At most `count` tokens behind ids. growth: for drafts that adapt, which need it."""
 
 
 @dataclass
@@ -102,7 +129,7 @@ class NoDrafts:
     def outlook(self, ids: Sequence[int], freely: bool = False) -> int | None:
         return None
 
-    def propose(self, ids: Sequence[int], count: int, goes_on: GoesOn = always) -> Draft:
+    def propose(self, ids: Sequence[int], count: int, growth: Growth | None = None) -> Draft:
         return Draft()
 
 

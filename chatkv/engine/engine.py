@@ -19,7 +19,7 @@ from chatkv.engine.draft_costs import DraftCosts
 from chatkv.engine.drafts import Draft
 from chatkv.engine.memory import Memory
 from chatkv.engine.piece import Piece
-from chatkv.engine.pool import BLOCK_TOKENS, Pool
+from chatkv.engine.pool import BLOCK_TOKENS, BlockPool, Pool
 from chatkv.engine.runner import SpanRunner, runner_for
 from chatkv.engine.sampling import Sampler
 from chatkv.engine.scheduler import POLL_S, Cancelled, Scheduler
@@ -192,9 +192,9 @@ class Engine:
                     token = sampler.accept(drawn)
                 else:
                     token = sampler.pick(rows[row], draft.drawn_at(row))
-                is_drafted = row < len(draft) and draft.tokens[row] == token
+                drafted = draft.index_of(token, row)
                 if speculation is not None:
-                    speculation.heard(token, is_drafted)
+                    speculation.heard(token, drafted is not None)
                 sequence.ids.append(token)
                 yield token, rows[row]
                 last = token in stop_ids or count + 1 == max_new_tokens
@@ -204,8 +204,11 @@ class Engine:
                 # While it was away with its reader, its blocks may have gone to others.
                 if sequence.num_cached < total - 1 or self.memory.room.must_give_way(sequence):
                     raise Preempted
-                if is_drafted:
-                    sequence.num_cached, row = total, row + 1
+                if drafted is not None:
+                    if drafted != row:  # its KV is behind the draft's long branch
+                        assert isinstance(self.pool, BlockPool), "trees are for the CPU"
+                        self.pool.move(sequence.run, total - 1 + drafted - row, total - 1)
+                    sequence.num_cached, row = total, drafted + 1
                     if hidden is not None:
                         sequence.trail.extend(total - 1, hidden[row : row + 1])
                     continue
@@ -214,7 +217,8 @@ class Engine:
                     most = min(max_new_tokens - count - 2, self.max_tokens - total)
                     most = self._room_for_draft(sequence, min(most, speculation.drafter.most))
                     draft = speculation.draft(sequence.ids, most)
-                piece = Piece(sequence, total - 1, total, is_decode=True, draft=draft.tokens)
+                piece = Piece(sequence, total - 1, total, is_decode=True)
+                piece.draft, piece.instead = draft.tokens, draft.instead
                 if not draft and self.runner.can_draw(sampler):
                     piece.sampler = sampler
                     more = min(1, self.max_tokens - total)

@@ -8,22 +8,29 @@ where it was: no more than a pass of one layer over so many tokens, so none of i
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chatkv.engine.drafts import Draft, Drawn, GoesOn, always
-from chatkv.engine.sampling import Sampler
+from chatkv.engine.drafts import Draft, Growth, Look
 from chatkv.engine.sequence import TokenSequence
 from chatkv.model.mtp import DraftHead, Module, Predictor
 
-MAX_DRAFT = 6
-# A drafted token's kind is how sure its drafter was of the likeliest one; and how often one that
-# it was so sure of is right, before that is measured.
-_KINDS = ((0.0, 0.15), (0.2, 0.3), (0.4, 0.5), (0.6, 0.65), (0.8, 0.8), (0.95, 0.95))
+# Tokens of a draft, and of the branch that it grows along.
+MAX_DRAFT, MAX_AHEAD = 7, 6
+# How many tokens are thought of at each place.
+WIDTH = 6
+# A token's kind is how likely its drafter thought it; and how often one that it thought so likely
+# is right, before that is measured.
+_KINDS = (
+    *((0.0, 0.02), (0.05, 0.06), (0.1, 0.12), (0.15, 0.16), (0.2, 0.22), (0.3, 0.3)),
+    *((0.4, 0.4), (0.5, 0.5), (0.6, 0.6), (0.7, 0.72), (0.85, 0.8), (0.95, 0.93)),
+)
 
 Compute = Callable[[Callable[[], None]], None]
 """Has something computed where it is computed best, and waits for it."""
@@ -36,7 +43,7 @@ class ModuleSpan:
     kv: ModuleKV
     start: int
     length: int
-    is_draft: bool = False
+    draft: Sequence[int] | None = None
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         first = self.start - self.kv.begin
@@ -56,7 +63,7 @@ class ModuleKV:
     def __init__(self, module: Module, window: int, dtype: torch.dtype) -> None:
         config = module.config
         # Room for as much again, so that what is old leaves rarely, and for a draft.
-        shape = (config.num_kv_heads, 2 * window + 2 * MAX_DRAFT, config.head_dim)
+        shape = (config.num_kv_heads, 2 * window + 2 * MAX_AHEAD, config.head_dim)
         self.module, self.window = module, window
         self.keys, self.values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
         self._nothing = torch.zeros(0, config.hidden_size, dtype=dtype)
@@ -83,22 +90,21 @@ class ModuleKV:
 
 @dataclass
 class MtpDrafter:
-    """A `Drafter` of one answer, which `sampler` draws behind `sequence`.
+    """A `Drafter` of one answer, behind `sequence`.
 
-    keeps_answer: guess the very token that will be drawn, by the same number: then the answer is
-    what it is without drafts, to the token, and how many are drafted, which depends on the clock,
-    changes nothing. Else what it drafts is verified, and is right a little more often.
+    A draft grows along the likeliest tokens, and has others beside them where they may well come
+    instead. They are not drawn, so they change no answer. first_kind: the lowest of its kinds.
     """
 
     predictor: Predictor
     sequence: TokenSequence
-    sampler: Sampler
     compute: Compute
-    keeps_answer: bool = False
+    first_kind: int = 0
     source: str = field(default="mtp", init=False)
+    most: int = field(default=MAX_DRAFT, init=False)
     share: float = field(default=0.06, init=False)
     adapts: bool = field(default=True, init=False)
-    _logits: Tensor = field(init=False)  # of the next draft's first token, or of all with heads
+    _looks: list[Look] = field(init=False)  # of the next draft: of its first place, with heads all
     _seconds: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
@@ -107,12 +113,8 @@ class MtpDrafter:
         self._num_heard = 0  # tokens
         self._kv = [ModuleKV(module, window, dtype) for module in self.predictor.modules]
 
-    @property
-    def most(self) -> int:
-        return MAX_DRAFT if self._kv else min(MAX_DRAFT, len(self.predictor.heads))
-
     def expected(self, kind: int) -> float:
-        return _KINDS[kind][1]
+        return _KINDS[kind - self.first_kind][1]
 
     def outlook(self, ids: Sequence[int], freely: bool = False) -> int | None:
         trail = self.sequence.trail
@@ -121,27 +123,35 @@ class MtpDrafter:
         began = time.perf_counter()
         self.compute(lambda: self._look(ids))
         self._seconds = time.perf_counter() - began
-        return self._kind(self._logits[0])
+        return self._looks[0].kinds[0]
 
-    def propose(self, ids: Sequence[int], count: int, goes_on: GoesOn = always) -> Draft:
-        drawn: list[Drawn] = []
-        kinds: list[int] = []
-
-        def may_go_on(logits: Tensor) -> bool:
-            kinds.append(self._kind(logits))
-            return goes_on(kinds[-1])
-
-        began = time.perf_counter()
-        self.compute(lambda: self._draw(len(ids), count, may_go_on, drawn))
+    def propose(self, ids: Sequence[int], count: int, growth: Growth | None = None) -> Draft:
+        assert growth is not None
+        chain, beside, instead = [], list[int](), list[int]()
+        began, ahead = time.perf_counter(), 0
+        while taken := growth.take(self._looks[ahead].kinds[: count - ahead - len(beside)]):
+            tokens = self._looks[ahead].tokens[:taken]
+            chain.append(tokens[0])
+            beside += tokens[1:]
+            instead += [ahead] * (taken - 1)
+            ahead += 1
+            if ahead == self._most_ahead or ahead + len(beside) >= count or not growth.goes_on():
+                break
+            if ahead == len(self._looks):
+                self.compute(lambda: self._look_behind(len(ids), chain))
         seconds = self._seconds + time.perf_counter() - began
-        tokens = [one.token for one in drawn]
-        if self.keeps_answer:
-            drawn = []
-        return Draft(tokens, drawn, kinds[: len(tokens) - 1], seconds)
+        return Draft([*chain, *beside], instead, looks=self._looks, seconds=seconds)
 
-    def _kind(self, logits: Tensor) -> int:
-        sure = float(torch.softmax(logits, -1).max())
-        return max(kind for kind, (least, _) in enumerate(_KINDS) if least <= sure)
+    @property
+    def _most_ahead(self) -> int:
+        return MAX_AHEAD if self._kv else min(MAX_AHEAD, len(self.predictor.heads))
+
+    def _looked(self, logits: Tensor) -> Look:
+        """logits: of one place, as `DraftHead` has them."""
+        sure, index = torch.softmax(logits, -1).topk(min(WIDTH, len(logits)))
+        ids = index if self.head.vocabulary is None else self.head.vocabulary[index]
+        kinds = [bisect_right(_KINDS, share, key=itemgetter(0)) - 1 for share in sure.tolist()]
+        return Look(ids.tolist(), [self.first_kind + max(kind, 0) for kind in kinds])
 
     def _look(self, ids: Sequence[int]) -> None:
         """Take in what was computed since, and see what follows."""
@@ -150,11 +160,13 @@ class MtpDrafter:
         if not self._kv:
             hidden = self.sequence.trail.since(len(ids) - 2)
             rows = [head.forward(hidden) for head in self.predictor.heads]
-            self._logits = self.head(torch.cat(rows))
+            self._looks = [self._looked(logits) for logits in self.head(torch.cat(rows))]
             return
-        out = self._catch_up(ids)
-        self._out = out[-1:]
-        self._logits = self.head(self.predictor.modules[0].out_norm(self._out))
+        self._out = self._catch_up(ids)[-1:]
+        self._made = self._out[:0]  # at positions of the draft, by the module before
+        self._position = len(ids) - 1
+        logits = self.head(self.predictor.modules[0].out_norm(self._out))
+        self._looks = [self._looked(logits[0])]
 
     def _catch_up(self, ids: Sequence[int]) -> Tensor:
         """Pass every module over the positions that are new; what came out of the first."""
@@ -176,44 +188,20 @@ class MtpDrafter:
             outs.append(rows)
         return outs[0]
 
-    def _draw(
-        self, total: int, count: int, may_go_on: Callable[[Tensor], bool], drawn: list[Drawn]
-    ) -> None:
-        """A draft behind so many tokens. Whether it goes on is decided before a token is drawn, not
-        because of it: else what is drafted would not be distributed as it says."""
-        tokens: list[int] = []
-        if not self._kv:
-            for logits in self._logits[:count]:
-                if tokens and not may_go_on(logits):
-                    return
-                tokens.append(self._drawn(logits, drawn))
-            return
-        logits, out = self._logits[0], self._out
-        position = total - 1
-        made = out[:0]  # at positions of the draft, by the module before
-        for number in range(1, count + 1):
-            if number > 1:
-                if number <= len(self._kv):
-                    kv = self._kv[number - 1]
-                    rows, following = torch.cat([kv.waiting, made]), tokens
-                    made = kv.pass_over(kv.stop, rows, self._embedded(following))
-                    position = total - 1
-                else:
-                    kv = self._kv[-1]
-                    made = kv.pass_over(position, out, self._embedded(tokens[-1:]))
-                    position += 1
-                out = made[-1:]
-                logits = self.head(kv.module.out_norm(out))[0]
-                if not may_go_on(logits):
-                    return
-            tokens.append(self._drawn(logits, drawn))
-
-    def _drawn(self, logits: Tensor, drawn: list[Drawn]) -> int:
-        one = self.sampler.propose(
-            logits, len(drawn), self.head.vocabulary, is_same_number=self.keeps_answer
-        )
-        drawn.append(one)
-        return one.token
+    def _look_behind(self, total: int, chain: Sequence[int]) -> None:
+        """See what follows so many tokens and those of a draft, of which all but the last were
+        looked behind before."""
+        if len(chain) < len(self._kv):
+            kv = self._kv[len(chain)]
+            rows = torch.cat([kv.waiting, self._made])
+            self._made = kv.pass_over(kv.stop, rows, self._embedded(chain))
+            self._position = total - 1
+        else:
+            kv = self._kv[-1]
+            self._made = kv.pass_over(self._position, self._out, self._embedded(chain[-1:]))
+            self._position += 1
+        self._out = self._made[-1:]
+        self._looks.append(self._looked(self.head(kv.module.out_norm(self._out))[0]))
 
     def _embedded(self, ids: Sequence[int]) -> Tensor:
         return F.embedding(torch.tensor(ids), self.predictor.embedding)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from chatkv.engine.drafts import Draft, GoesOn, always
+from chatkv.engine.drafts import Draft, Growth
 
 MAX_DRAFT = 16
 # Places that a lookup compares, the latest first, and how far back each.
@@ -43,7 +43,7 @@ class NgramDrafter:
             return None
         return max(kind for kind, (shortest, _) in enumerate(_KINDS) if shortest <= length)
 
-    def propose(self, ids: Sequence[int], count: int, goes_on: GoesOn = always) -> Draft:
+    def propose(self, ids: Sequence[int], count: int, growth: Growth | None = None) -> Draft:
         # A stretch that reaches up to the end goes on with what it drafts: it repeats itself.
         start, size = self._place + 1, len(ids)
         tokens: list[int] = []

@@ -20,7 +20,8 @@ class Piece:
     A step may compute only the front of a piece of prefill, or take it through some of the layers
     only; the turn asks again for the rest, and hears nothing of the layers.
     draft: tokens that may follow, computed with it; their KV lies behind that of the sequence, to
-    be counted in by whoever accepts them.
+    be counted in by whoever accepts them. instead: of the last ones, of which index each could come
+    instead (`drafts.Draft`).
     wait_layer(layer) is called before a layer attends to KV that is still arriving: a step of its
     own, since all of it may have to wait or to fail. front: a piece of the same sequence that is
     computed in that step too, in front of what arrives, as far as goes_on says (see `Gap`).
@@ -36,6 +37,7 @@ class Piece:
     front: Piece | None = None
     goes_on: Callable[[int], int] | None = None
     draft: Sequence[int] = ()
+    instead: Sequence[int] = ()
     # How the token that follows is drawn, where the runner may draw it, and put it into `token`;
     # and whether there is room for its KV, so that the step behind this one may begin.
     sampler: Sampler | None = None

@@ -190,6 +190,10 @@ class BlockPool(Pool):
             run.blocks = range(0)
             self._changed.notify_all()
 
+    def move(self, run: Run, source: int, target: int) -> None:
+        """Let the run's token at `target` have the KV of that at `source`."""
+        self.slots(run, target, target + 1).copy_(self.slots(run, source, source + 1))
+
     def slots(self, run: Run, start: int, stop: int) -> Tensor:
         """View of the KV of a run's tokens [start, stop) in every layer, shaped as `kv`."""
         base = run.first_slot
@@ -234,7 +238,7 @@ class RunSpan:
     start: int
     length: int
     wait_layer: Callable[[int], None] | None = None  # for KV of this run that is still arriving
-    is_draft: bool = False
+    draft: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         self._base = self.run.first_slot

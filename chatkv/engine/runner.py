@@ -94,8 +94,8 @@ class SpanRunner:
             self.decoder.advance([ahead, behind], [stop, stop])
 
     def _begin(self, piece: Piece) -> Pass:
-        run, is_draft = piece.sequence.run, bool(piece.draft)
-        span = RunSpan(self.pool, run, piece.start, piece.length, piece.wait_layer, is_draft)
+        run, draft = piece.sequence.run, piece.instead if piece.draft else None
+        span = RunSpan(self.pool, run, piece.start, piece.length, piece.wait_layer, draft)
         return self.decoder.begin(torch.tensor(piece.ids, device=self.decoder.device), span)
 
     def _logits(self, pieces: Sequence[Piece], passes: Mapping[Piece, Pass]) -> list[Tensor]:

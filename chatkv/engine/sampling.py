@@ -53,27 +53,14 @@ class Sampler:
         """What decides that draw, from [0, 1)."""
         return self._numbers(draw_number)[_TO_PICK]
 
-    def propose(
-        self,
-        logits: Tensor,
-        ahead: int,
-        vocabulary: Tensor | None = None,
-        is_same_number: bool = False,
-    ) -> Drawn:
-        """A guess at the token after the next `ahead` ones, from the logits of somebody who drafts,
-        which are those of all tokens or of `vocabulary` [len(logits)]. Draws nothing that is
-        counted. is_same_number: it is drawn by the number that the token itself will be drawn by,
-        so that both are the same where the distributions are alike; then it may only be compared
-        with that token, and not be verified as one that was drawn by itself."""
+    def propose(self, logits: Tensor, ahead: int) -> Drawn:
+        """A guess at the token after the next `ahead` ones, from the logits of somebody who drafts.
+        Draws nothing that is counted."""
         if self.options.temperature == 0:
             ids = logits.argmax()[None]
-            ids = ids if vocabulary is None else vocabulary[ids]
             return Drawn(int(ids), (ids, torch.ones(1, dtype=torch.float64)))
         ids, probabilities = self.distribution(logits)
-        if vocabulary is not None:
-            ids = vocabulary[ids]
-        number = self._numbers(self.draws + ahead)[_TO_PICK if is_same_number else _TO_PROPOSE]
-        token_id = draw(ids, probabilities, number)
+        token_id = draw(ids, probabilities, self._numbers(self.draws + ahead)[_TO_PROPOSE])
         return Drawn(token_id, (ids, probabilities / probabilities.sum()))
 
     def _draw(self, logits: Tensor, drawn: Drawn | None = None) -> int:

@@ -49,9 +49,8 @@ def speculation(
         vocab_size = engine.decoder.config.vocab_size
         drafter = ModelDrafter(engine.drafts, sequence, sampler, vocab_size)
     elif engine.foresight is not None and wanted in _who_predicts(engine.foresight):
-        compute, is_asked_for = engine.scheduler.compute, wanted == "mtp"
-        mtp = MtpDrafter(engine.predictor, sequence, sampler, compute, not is_asked_for)
-        drafter = mtp if is_asked_for else BothDrafter(NgramDrafter(), mtp)
+        mtp = MtpDrafter(engine.predictor, sequence, engine.scheduler.compute)
+        drafter = mtp if wanted == "mtp" else BothDrafter(NgramDrafter(), mtp)
     else:
         drafter = NgramDrafter()
     return Speculation(drafter, engine.draft_costs)

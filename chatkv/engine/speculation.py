@@ -1,8 +1,9 @@
 """How much of an answer is drafted: only what is expected to pay, from what was measured.
 
 The expected tokens of a step grow with the draft, ever less; so does what the step takes. The
-length that yields most tokens per second is drafted, and nothing where none does. How often drafts
-are right is counted for this answer alone: so an answer after a restart drafts as it would without.
+length that yields most tokens per second is drafted, and nothing where none does; drafts that adapt
+grow token by token (`growth`). How often drafts are right is counted for this answer alone: so an
+answer after a restart drafts as it would without.
 """
 
 from __future__ import annotations
@@ -11,22 +12,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from chatkv.engine.draft_costs import DraftCosts
-from chatkv.engine.drafts import Draft, Drafter, GoesOn
+from chatkv.engine.drafts import Draft, Drafter, Look
+from chatkv.engine.growth import WORTH, Grown
 from chatkv.engine.options import SpeculationCounts
 
-# What a draft must be expected to win, since expectations err.
-_WORTH = 1.04
 # So many steps in a row draft, then one does not: what that takes has to be known, too.
 PROBE_STEPS = 24
 # What is expected of drafts counts as much as so many drafted tokens; of what was counted, as much
 # as so many tokens remains.
 _PRIOR_TOKENS = 4.0
 _KEPT_TOKENS = 60.0
-
-
+# How often the likeliest token of a look is expected to be right.
+_BEHIND = 0.4
 # Drafts that cost something even where none is made are judged by so many steps at least, and
 # what has cost more than it won is left for so many.
-_JUDGED_STEPS = 24.0
+_JUDGED_STEPS = 16.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 512
 
 
@@ -79,9 +79,10 @@ class Speculation:
     costs: DraftCosts
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
     _rates: dict[int, _Rate] = field(default_factory=dict)
-    _guess: list[tuple[int, int]] = field(default_factory=list)  # not judged yet: token, kind
+    _behind: _Rate = field(default_factory=lambda: _Rate(_BEHIND * _PRIOR_TOKENS, _PRIOR_TOKENS))
+    _looks: list[Look] = field(default_factory=list)  # of the draft, not judged yet
     _num_drafting: int = 0  # steps in a row
-    _draft_s: float = 0.0  # that a drafted token takes
+    _draft_s: float = 0.0  # that a look takes
     _pause: _Pause = field(default_factory=_Pause)
     _spent: float = 0.0  # by the last step, where that is to be judged, in plain steps
     _accepted: int = 0  # before it
@@ -92,7 +93,7 @@ class Speculation:
     def draft(self, ids: Sequence[int], most: int) -> Draft:
         """What the next step is to compute beside the last of ids: at most so many tokens."""
         self.counts.steps += 1
-        self._guess = []
+        self._looks = []
         most = min(most, self.drafter.most)
         if self._spent:
             self._pause.learn(self._spent, 1 + self.counts.accepted - self._accepted)
@@ -103,21 +104,9 @@ class Speculation:
             kind = self.drafter.outlook(ids, freely=is_paused or self._must_be_plain())
         if kind is None:
             return self._none()
-        length = self._length(kind, most)
-        draft = Draft()
-        if length and self.drafter.adapts:
-            draft = self.drafter.propose(ids, most, self._goes_on(kind))
-        elif length:
-            draft = self.drafter.propose(ids, length)
-        elif not self.drafter.share:  # judged like any other: it may begin to pay
-            self._expect(self.drafter.propose(ids, 1), kind)
-        if self.drafter.adapts:
-            looked = max(len(draft), 1) * self._draft_share()
-            self._spent, self._accepted = self.costs.step(len(draft)) + looked, self.counts.accepted
-        if not length:
+        draft = self._grown(ids, most) if self.drafter.adapts else self._of_length(ids, most, kind)
+        if not draft:
             return self._none()
-        self._learn_cost(draft)
-        self._expect(draft, kind)
         self._num_drafting += 1
         self.counts.drafted += len(draft)
         return draft
@@ -125,16 +114,39 @@ class Speculation:
     def heard(self, token: int, is_drafted: bool) -> None:
         """The answer goes on with `token`; is_drafted: which was drafted, and is accepted."""
         self.counts.accepted += is_drafted
-        if not self._guess:
+        if not self._looks:
             return
-        guess, kind = self._guess.pop(0)
-        self._rate(kind).learn(guess == token)
-        if guess != token:
-            self._guess = []
+        look = self._looks.pop(0)
+        for guess, kind in zip(look.tokens, look.kinds, strict=True):
+            self._rate(kind).learn(guess == token)
+        self._behind.learn(look.tokens[0] == token)
+        if look.tokens[0] != token:
+            self._looks = []
 
-    def _expect(self, draft: Draft, kind: int) -> None:
-        kinds = [kind, *(draft.kinds or [kind] * (len(draft) - 1))]
-        self._guess = list(zip(draft.tokens, kinds, strict=True)) if draft else []
+    def _grown(self, ids: Sequence[int], most: int) -> Draft:
+        """A draft as large as it pays. What was looked at is judged, also where it is not drafted:
+        it may begin to pay."""
+        if self._must_be_plain():
+            return Draft()
+        growth = Grown(
+            self.costs, lambda kind: self._rate(kind).value, self._behind.value, self._look_share()
+        )
+        draft = self.drafter.propose(ids, most, growth)
+        self._learn_cost(draft.seconds, growth.num_looks)
+        self._looks = list(draft.looks)
+        self._spent = self.costs.step(len(draft)) + growth.num_looks * self._look_share()
+        self._accepted = self.counts.accepted
+        return draft
+
+    def _of_length(self, ids: Sequence[int], most: int, kind: int) -> Draft:
+        """A draft as long as it pays, all of one kind."""
+        length = self._length(kind, most)
+        if not length and self.drafter.share:
+            return Draft()
+        draft = self.drafter.propose(ids, length or 1)
+        self._learn_cost(draft.seconds, len(draft))
+        self._looks = [Look((token,), (kind,)) for token in draft.tokens]
+        return draft if length else Draft()
 
     def _none(self) -> Draft:
         self._num_drafting = 0
@@ -148,14 +160,9 @@ class Speculation:
         """How many tokens to draft."""
         if self._must_be_plain():
             return 0
-        rate, others, share = (
-            self._rate(kind).value,
-            self.costs.num_answers - 1,
-            self._draft_share(),
-        )
-        # Where looking ahead takes something, that is spent already.
-        none = 1 + share if self.drafter.adapts else 1.0
-        best, best_yield = 0, (others + 1) / none * _WORTH
+        rate, share = self._rate(kind).value, self._look_share()
+        others = self.costs.num_answers - 1
+        best, best_yield = 0, (others + 1) * WORTH
         expected, accepted = 1.0, 1.0
         for length in range(1, most + 1):
             accepted *= rate
@@ -165,35 +172,19 @@ class Speculation:
                 best, best_yield = length, gained
         return best
 
-    def _goes_on(self, first: int) -> GoesOn:
-        """Whether another token is worth what it takes, from how likely all up to it are right."""
-        accepted = self._rate(first).value
-        expected, length = 1 + accepted, 1
-        share, others = self._draft_share(), self.costs.num_answers - 1
-
-        def goes_on(kind: int) -> bool:
-            nonlocal accepted, expected, length
-            accepted *= self._rate(kind).value
-            now = (others + expected) / (self.costs.step(length) + length * share)
-            more = self.costs.step(length + 1) - self.costs.step(length) + share
-            expected, length = expected + accepted, length + 1
-            return accepted > now * more
-
-        return goes_on
-
     def _rate(self, kind: int) -> _Rate:
         if kind not in self._rates:
             expected = self.drafter.expected(kind)
             self._rates[kind] = _Rate(expected * _PRIOR_TOKENS, _PRIOR_TOKENS)
         return self._rates[kind]
 
-    def _learn_cost(self, draft: Draft) -> None:
-        if draft.seconds:
-            each = draft.seconds / len(draft)
+    def _learn_cost(self, seconds: float, num_looks: int) -> None:
+        if seconds and num_looks:
+            each = seconds / num_looks
             self._draft_s = 0.8 * self._draft_s + 0.2 * each if self._draft_s else each
 
-    def _draft_share(self) -> float:
-        """What a drafted token takes to draft, as a multiple of a plain step."""
+    def _look_share(self) -> float:
+        """What it takes to think of a drafted token, as a multiple of a plain step."""
         plain_s = self.costs.plain_s()
         if self.costs.is_fixed or plain_s is None or not self.drafter.share:
             return self.drafter.share

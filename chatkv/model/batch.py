@@ -17,7 +17,13 @@ from torch import Tensor
 from chatkv.model.config import ModelConfig
 from chatkv.model.norm import RmsNorm
 from chatkv.model.rope import RopeTable
-from chatkv_kernels.attention import decode_attention, draft_attention, prefill_attention
+from chatkv_kernels.attention import (
+    decode_attention,
+    draft_attention,
+    draft_mask,
+    draft_places,
+    prefill_attention,
+)
 from chatkv_kernels.paged_decode import paged_decode
 from chatkv_kernels.paged_prefill import paged_prefill
 from chatkv_kernels.rope import rope
@@ -70,8 +76,9 @@ class Span(Protocol):
         """New tokens of this pass."""
 
     @property
-    def is_draft(self) -> bool:
-        """Whether the new tokens are one of an answer and what is drafted behind it."""
+    def draft(self) -> Sequence[int] | None:
+        """Whether the new tokens are one of an answer and what is drafted behind it: then `instead`
+        of `draft_places`, else None."""
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new tokens' KV ([length, num_kv_heads, head_dim] each) and return views of
@@ -83,7 +90,8 @@ class SpanBatch:
 
     def __init__(self, spans: Sequence[Span], table: RopeTable) -> None:
         self._spans = spans
-        ranges = [slice(span.start, span.start + span.length) for span in spans]
+        self._masks: dict[tuple[int, int | None], Tensor] = {}  # by span and window
+        ranges = [_positions(span) for span in spans]
         # cos and signed sin of every new token, [num_new, 1, head_dim] each.
         if len(ranges) == 1:
             self._cos, self._sin = table.cos[ranges[0]], table.signed_sin[ranges[0]]
@@ -114,27 +122,39 @@ class SpanBatch:
         queries, keys = rotated[:, :num_heads], rotated[:, num_heads:]
         values = heads[:, num_heads + num_kv_heads :]
         if len(self._spans) == 1:
-            return _attend_span(attention, self._spans[0], queries, keys, values)
+            return self._attend_span(attention, 0, queries, keys, values)
         out, start = [], 0
-        for span in self._spans:
+        for index, span in enumerate(self._spans):
             part = slice(start, start + span.length)
-            out.append(_attend_span(attention, span, queries[part], keys[part], values[part]))
+            seen = self._attend_span(attention, index, queries[part], keys[part], values[part])
+            out.append(seen)
             start += span.length
         return torch.cat(out)
 
+    def _attend_span(
+        self, attention: Attention, index: int, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        span, scale, window = self._spans[index], attention.scale, attention.window
+        all_keys, all_values = span.extend(attention.layer, keys, values)
+        if span.length == 1:
+            out = decode_attention(queries[0], all_keys, all_values, scale, window)
+        elif span.draft is not None:
+            if (mask := self._masks.get((index, window))) is None:
+                group = queries.shape[1] // all_keys.shape[0]
+                mask = draft_mask(
+                    span.length, all_keys.shape[1], span.draft, group, window, queries
+                )
+                self._masks[index, window] = mask
+            out = draft_attention(queries, all_keys, all_values, scale, mask)
+        else:
+            out = prefill_attention(queries, all_keys, all_values, scale, window)
+        return out.reshape(span.length, -1)
 
-def _attend_span(
-    attention: Attention, span: Span, queries: Tensor, keys: Tensor, values: Tensor
-) -> Tensor:
-    scale, window = attention.scale, attention.window
-    all_keys, all_values = span.extend(attention.layer, keys, values)
-    if span.length == 1:
-        out = decode_attention(queries[0], all_keys, all_values, scale, window)
-    elif span.is_draft:
-        out = draft_attention(queries, all_keys, all_values, scale, window)
-    else:
-        out = prefill_attention(queries, all_keys, all_values, scale, window)
-    return out.reshape(span.length, -1)
+
+def _positions(span: Span) -> slice | list[int]:
+    if not span.draft:
+        return slice(span.start, span.start + span.length)
+    return [span.start + place for place in draft_places(span.length, span.draft)]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ All functions see one sequence's keys and values as [num_kv_heads, num_tokens, h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -62,25 +64,53 @@ def _causal_mask(
     )
 
 
+def draft_places(num_new: int, instead: Sequence[int]) -> list[int]:
+    """How far behind the first of `num_new` tokens each stands: a token, the draft behind it, and
+    then one for each of `instead`, that could come instead of the draft's token of that index."""
+    return [*range(num_new - len(instead)), *(index + 1 for index in instead)]
+
+
+def draft_mask(
+    num_new: int,
+    num_tokens: int,
+    instead: Sequence[int],
+    group: int,
+    window: int | None,
+    like: Tensor,
+) -> Tensor:
+    """Who sees whom, for `draft_attention`: additive, [num_new * group, num_tokens], or of the last
+    tokens only where a window hides the others. Tokens are those of `draft_places`: each sees what
+    is in front of its place, and itself."""
+    seen = num_tokens if window is None else min(num_tokens, window + num_new - 1)
+    places = torch.tensor(draft_places(num_new, instead), device=like.device)[:, None]
+    index = torch.arange(num_new, device=like.device)
+    chain = num_new - len(instead)
+    hidden = torch.zeros(num_new, seen, dtype=torch.bool, device=like.device)
+    is_before = (index < chain) & (index < places)
+    hidden[:, seen - num_new :] = ~(is_before | (index == index[:, None]))
+    if window is not None:
+        history = torch.arange(num_new - seen, 0, device=like.device)
+        hidden |= torch.cat([history, places[:, 0]]) <= places - window
+    mask = torch.zeros(num_new, seen, dtype=like.dtype, device=like.device)
+    return mask.masked_fill_(hidden, float("-inf")).repeat_interleave(group, 0)
+
+
 def draft_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None = None
+    queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor
 ) -> Tensor:
     """What `prefill_attention` computes, in the way of `decode_attention`: for a new token and a
-    draft of a few. The heads of a group, those of all new tokens, are rows of one query matrix and
-    share one pass over memory (of 1,000 tokens in bf16, five new ones took twice as long as one
-    has, and four times as long by `prefill_attention`)."""
+    draft of a few, whose `draft_mask` is the same in all layers. The heads of a group, those of all
+    new tokens, are rows of one query matrix and share one pass over memory (of 1,000 tokens in
+    bf16, five new ones took twice as long as one has, and four times as long by
+    `prefill_attention`)."""
     num_new, num_heads, head_dim = queries.shape
     num_kv_heads, group = keys.shape[0], num_heads // keys.shape[0]
-    if window is not None and keys.shape[1] > window + num_new - 1:
-        seen = window + num_new - 1
+    seen = mask.shape[1]
+    if seen < keys.shape[1]:
         keys, values = keys[:, -seen:], values[:, -seen:]
-    num_tokens = keys.shape[1]
     by_group = queries.view(num_new, num_kv_heads, group, head_dim).transpose(0, 1)
     rows = by_group.reshape(1, num_kv_heads, num_new * group, head_dim)
-    mask = _causal_mask(num_new, num_tokens, num_tokens - num_new, window, queries)
-    out = F.scaled_dot_product_attention(
-        rows, keys[None], values[None], mask.repeat_interleave(group, 0), scale=scale
-    )
+    out = F.scaled_dot_product_attention(rows, keys[None], values[None], mask, scale=scale)
     by_token = out.view(num_kv_heads, num_new, group, head_dim).transpose(0, 1)
     return by_token.reshape(num_new, num_heads, head_dim)
 

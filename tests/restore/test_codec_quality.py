@@ -67,7 +67,7 @@ def test_exact_perplexity_is_that_of_one_pass(tiny: tuple[Decoder, KVLayout, lis
     (measured,) = measure_codecs(decoder, layout, ids, ["raw"])
 
     class Whole:
-        start, length, is_draft = 0, len(ids), False
+        start, length, draft = 0, len(ids), None
 
         def extend(
             self, layer: int, keys: torch.Tensor, values: torch.Tensor

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatkv.engine.draft_costs import DraftCosts
+from chatkv.engine.drafts import Draft
+from chatkv.engine.growth import Grown
 from chatkv.engine.ngram import NgramDrafter
 from chatkv.engine.speculation import PROBE_STEPS, Speculation
 
@@ -155,3 +157,42 @@ def test_a_plain_step_is_taken_now_and_then_to_know_what_it_takes() -> None:
     lengths = play(spec, text, (text * 4)[:1200])
     assert all(0 in lengths[at : at + PROBE_STEPS + 1] for at in range(len(lengths) - PROBE_STEPS))
     assert sum(length > 0 for length in lengths) > 0.9 * len(lengths)
+
+
+RATES = (0.02, 0.3, 0.95)
+
+
+def grown(costs: DraftCosts | None = None) -> Grown:
+    return Grown(costs or DraftCosts(is_fixed=True), RATES.__getitem__, behind=0.5, share=0.06)
+
+
+def test_a_draft_takes_what_is_worth_its_share_of_a_step() -> None:
+    assert grown().take([0, 0, 0]) == 0
+    assert grown().take([1, 1, 1, 0, 0]) == 3
+    dear = DraftCosts()
+    for _ in range(60):
+        dear.observe(1, 0, 0.010)
+        for count in (1, 4, 8):
+            dear.observe(1, count, 0.010 * (1 + count))
+    assert grown(dear).take([1, 1, 1]) == 0
+
+
+def test_a_draft_goes_on_behind_what_is_sure() -> None:
+    def length(kinds: list[int]) -> int:
+        growth, taken = grown(), 0
+        while taken < 20 and growth.take(kinds):
+            taken += 1
+            if not growth.goes_on():
+                break
+        return taken
+
+    assert length([2]) > length([1]) > 0
+    assert 2 < length([2]) < 20
+
+
+def test_a_token_beside_the_branch_is_found_at_its_place_alone() -> None:
+    draft = Draft([1, 2, 3, 4, 5, 6], [0, 2, 0])
+    found = {(place, token): draft.index_of(token, place) for place in range(5) for token in (1, 4)}
+    assert {key: at for key, at in found.items() if at is not None} == {(0, 1): 0, (0, 4): 3}
+    assert draft.index_of(5, 2) == 4
+    assert draft.index_of(6, 0) == 5

@@ -13,6 +13,7 @@ import torch
 
 from chatkv.client import ChatRequest, open_chat
 from chatkv.engine.options import SamplingOptions
+from chatkv.engine.pool import BlockPool, Run
 from chatkv.engine.sampling import Sampler
 from chatkv.engine.sequence import TokenSequence
 from chatkv.engine.sources import speculation
@@ -75,6 +76,43 @@ def test_drafted_tokens_come_as_often_as_plain_ones(
     shares.append(1 - sum(shares))
     assert len(often) >= 5
     assert pvalue(torch.tensor(counts), torch.tensor(shares) * NUM_SEEDS) > ALPHA
+
+
+@pytest.mark.slow
+def test_answers_are_those_of_plain_decoding(
+    home: Path, smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the token, also where one beside the branch of a draft was right."""
+    monkeypatch.setattr("chatkv.engine.mtp._KINDS", ((0.0, 0.4),))
+    moved: list[tuple[int, int]] = []
+    move = BlockPool.move
+
+    def noted(self: BlockPool, run: Run, source: int, target: int) -> None:
+        moved.append((source, target))
+        move(self, run, source, target)
+
+    monkeypatch.setattr(BlockPool, "move", noted)
+    with open_chat(folders(), ChatRequest(model=str(smollm2_gguf), dtype="float32")) as chat:
+        parts = chat.runtime.scratch_parts()
+        rendered = parts.template.render(
+            [{"role": "user", "content": "Why is the sky blue?"}], True
+        )
+        prompt = parts.tokenizer.encode_rendered(rendered.text, rendered.content_spans)
+        parts.engine.draft_costs.is_fixed = True
+        for options in (SamplingOptions(temperature=0), SamplingOptions()):
+            answers = []
+            for source in ("off", "mtp"):
+                sequence, sampler = TokenSequence(list(prompt)), Sampler(options, 5)
+                with parts.engine.memory.use(sequence):
+                    spec = speculation(source, parts.engine, sequence, sampler)  # type: ignore[arg-type]
+                    logits = parts.engine.prefill(sequence)
+                    steps = parts.engine.decode(
+                        sequence, logits, sampler, frozenset(), 50, speculation=spec
+                    )
+                    answers.append(([token for token, _ in steps], sampler.draws))
+            assert answers[0] == answers[1]
+    assert len(moved) > 3
+    assert all(source > target for source, target in moved)
 
 
 def first_tokens(
