@@ -395,12 +395,12 @@ def answered(chat: OpenChat, **options: Any) -> Any:
 def test_a_loader_that_fails_midway_leaves_the_rest_to_prefill(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from chatkv.restore import restorer
+    from chatkv.restore import pool_loads
     from chatkv_store.errors import StoreError
 
     session = run_turns([TEXT], model=model, **OPTIONS)[0]["session"]
     twin = fork(session)
-    original = restorer.load_blocks
+    original = pool_loads.load_blocks
 
     def failing(store: Any, blocks: Any, layout: Any, into: Any, *options: Any, **more: Any) -> Any:
         original(store, blocks[:1], layout, into, 1)
@@ -410,7 +410,7 @@ def test_a_loader_that_fails_midway_leaves_the_rest_to_prefill(
         monkeypatch.context() as patch,
         open_chat(folders(), ChatRequest(model, "float32", resume=session)) as chat,
     ):
-        patch.setattr(restorer, "load_blocks", failing)
+        patch.setattr(pool_loads, "load_blocks", failing)
         result = answered(chat)
     clean = run_turns(["And then?"], session=twin, model=model, restore="re-prefill", **OPTIONS)
     assert result.text == clean[0]["text"]

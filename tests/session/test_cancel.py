@@ -14,7 +14,7 @@ from chatkv.client import ChatRequest, open_chat
 from chatkv.engine.options import SamplingOptions
 from chatkv.engine.piece import Piece
 from chatkv.paths import folders
-from chatkv.restore import restorer
+from chatkv.restore import pool_loads
 from chatkv.session.turn import Listener, TurnOptions
 from engines import eventually
 from small_engine import Turn
@@ -95,7 +95,7 @@ def test_it_ends_both_ends_and_keeps_the_answer_so_far(
     assert 0 < len(told.reply_ids) < 12
 
     num_loads, is_cancelled = 0, threading.Event()
-    load = restorer.load_blocks
+    load = pool_loads.load_blocks
 
     def watched(*arguments: Any, **named: Any) -> Any:
         nonlocal num_loads
@@ -106,7 +106,7 @@ def test_it_ends_both_ends_and_keeps_the_answer_so_far(
 
     both = TurnOptions(GREEDY, max_tokens=12, restore="both")
     with open_chat(folders(), ChatRequest(home_model, resume=session, **request)) as chat:
-        monkeypatch.setattr(restorer, "load_blocks", watched)
+        monkeypatch.setattr(pool_loads, "load_blocks", watched)
         stopped = chat.conversation.resume_reply(both, Listener(cancelled=is_cancelled.is_set))
         monkeypatch.undo()
         assert num_loads in (1, 2), "one may have begun before it was asked"
