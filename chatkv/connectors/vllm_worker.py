@@ -149,6 +149,8 @@ class WorkerSide:
             result = load_blocks(
                 self._store, loading.blocks, self._tensors.layout, into, threads, group_done
             )
+            # Before it is told: what is computed again is stored again, in its place.
+            self._drop_damaged(loading.blocks, result)
         except Exception as error:  # whatever it was, vLLM computes these blocks and goes on
             result = LoadResult(0, 0, [repr(error)])
         finally:
@@ -167,9 +169,11 @@ class WorkerSide:
         if loading.failed:
             reason = "; ".join(result.misses) or "gone since it was found"
             log.warning("chatkv: %s is computed again: %s", load.request, reason)
-        if result.misses and loaded < len(loading.blocks):
-            bad = loading.blocks[loaded].key
-            self._writer.call(lambda: self._store.remove([bad]))
+
+    def _drop_damaged(self, blocks: Sequence[StoredBlock], result: LoadResult) -> None:
+        loaded = result.num_tokens_ok // self._tensors.layout.block_tokens
+        if result.misses and loaded < len(blocks):
+            self._writer.call(partial(self._store.remove, [blocks[loaded].key]))
 
     def _hand_over(self, save: Save) -> None:
         space = namespace_for(self._kept.namespace, save.salt)

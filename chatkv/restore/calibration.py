@@ -172,9 +172,9 @@ def fit_steps(cost: CostModel, samples: Sequence[Sample]) -> CostModel:
         return cost
     few, more = samples[0], samples[-1]
     each_s = max(0.0, (more.seconds - few.seconds) / (more.num_tokens - few.num_tokens))
-    return replace(
-        cost, step_fixed_s=few.seconds - each_s * few.num_tokens, step_s_per_answer=each_s
-    )
+    each_s = min(each_s, more.seconds / more.num_tokens)  # the rest of a step takes no less, too
+    fixed_s = max(0.0, few.seconds - each_s * few.num_tokens)
+    return replace(cost, step_fixed_s=fixed_s, step_s_per_answer=each_s)
 
 
 def _time_steps(engine: Engine) -> list[Sample]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +19,7 @@ from chatkv.restore.calibration import (
     fit_prefill,
     fit_steps,
 )
-from chatkv.restore.cost import CostModel
+from chatkv.restore.cost import CostFile, CostModel
 from small_engine import CONFIG, make_engine
 
 LENGTHS = (32, 256, 1024, 4096)
@@ -100,6 +102,14 @@ def test_steps_are_a_line_through_few_answers_and_more() -> None:
     # A machine that was busy for a moment does not make answers cheaper than none.
     rates = fit_steps(CostModel(), [Sample(1, 0.06), Sample(4, 0.055)]).steps
     assert rates is not None and rates.plain_s(8) == pytest.approx(0.06)
+
+
+def test_a_stray_step_of_many_leaves_rates_that_are_read_again(tmp_path: Path) -> None:
+    file = CostFile(tmp_path / "costs.json")
+    cost = fit_steps(CostModel(), [Sample(1, 0.01), Sample(4, 0.055)])
+    file.save("key", "label", cost)
+    assert file.load("key") == cost and cost.steps is not None
+    assert cost.steps.plain_s(4) == pytest.approx(0.055)
 
 
 def test_steps_of_a_model_are_measured_and_expected_of_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import stat
@@ -185,7 +186,7 @@ def test_a_signal_ends_it_as_stop_does(home: Path, slow_model: str, number: int)
 
 def test_status_tells_what_is_loaded(home: Path, model: str) -> None:
     assert "no engine is running" in run("status").err
-    assert run("status", "--json").out == '{"running": false}\n'
+    assert json.loads(run("status", "--json").out) == {"running": False, "prefill_workers": []}
     with running_engine(), chat_with(model):
         shown = run("status").out
         assert "float32 on cpu" in shown and Path(model).name in shown
