@@ -45,9 +45,7 @@ class PoolLoads:
         def is_over() -> bool:
             return stop() or (self.cancelled is not None and self.cancelled())
 
-        begins_inside = layers.first > self.layout.value_layers(layers.groups.start).start
-        read = self._read_aside if begins_inside else self._read
-        done = read(blocks, layers, on_group, is_over)
+        done = self._read(blocks, layers, on_group, is_over)
         sound = bisect_right(ends, done.num_tokens_ok)
         self.loaded(blocks[:sound])
         damage = next(iter(done.misses), None)
@@ -62,24 +60,18 @@ class PoolLoads:
         on_group: Callable[[int, int], None],
         stop: Callable[[], bool],
     ) -> LoadResult:
-        where = self.store, blocks, self.layout, self.into, default_threads()
-        return load_blocks(*where, on_group, stop, groups=layers.groups)
-
-    def _read_aside(
-        self,
-        blocks: Sequence[StoredBlock],
-        layers: Layers,
-        on_group: Callable[[int, int], None],
-        stop: Callable[[], bool],
-    ) -> LoadResult:
-        """The same where the first layers of the first group are prefill's, which may just be
-        writing them: nothing is put there."""
+        """Where the first layers of the first group are prefill's, which may just be writing them,
+        nothing is put there: what is read comes aside first."""
+        begins_inside = layers.first > self.layout.value_layers(layers.groups.start).start
+        if not begins_inside:
+            where = self.store, blocks, self.layout, self.into, default_threads()
+            return load_blocks(*where, on_group, stop, groups=layers.groups)
         assert isinstance(self.into, np.ndarray)
         ends = list(accumulate(block.num_tokens for block in blocks))
         aside = np.empty((*self.into.shape[:3], ends[-1], self.into.shape[4]), self.into.dtype)
-        where = self.store, blocks, self.layout, aside, default_threads()
+        there = self.store, blocks, self.layout, aside, default_threads()
         positions = [0, *ends[:-1]]
-        done = load_blocks(*where, stop=stop, positions=positions, groups=layers.groups)
+        done = load_blocks(*there, stop=stop, positions=positions, groups=layers.groups)
         kept = slice(layers.first, self.layout.value_layers(layers.groups[-1]).stop)
         start, count = blocks[0].start, done.num_tokens_ok
         self.into[kept, :, :, start : start + count] = aside[kept, :, :, :count]

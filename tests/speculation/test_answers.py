@@ -115,7 +115,7 @@ def test_guesses_change_no_token(
     guessed = answer(engine, ids, 90, options, spec)
     assert guessed.tokens == plain.tokens
     assert guessed.draws == plain.draws
-    assert spec.counts.accepted > 35
+    assert spec.counts.accepted > (40 if kind is Oracle else 35)
     assert spec.counts.drafted > spec.counts.accepted
     assert spec.counts.steps == 90 - 1 - spec.counts.accepted
     for one, other in zip(guessed.logits, plain.logits, strict=True):
