@@ -7,15 +7,14 @@ __version__ = "0.1.0"
 
 # In another engine's processes we are a guest (connectors/), and these are not ours to set.
 if "vllm" not in sys.modules:
-    # Read by the OpenMP runtime when torch loads it. Threads that wait for each other spin for
-    # about a millisecond by default; on a machine that is also doing something else (a browser, our
-    # own writer) the one that is waited for then has no core, and prefill was 10x slower. 2000
-    # turns are a few microseconds, and cost an idle machine nothing that could be measured.
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    # Where two threads of a process compute in turn, each with its pool of workers, libgomp sees
-    # more threads than CPUs and spins a twentieth of that, unless told that waiting is active; then
-    # half of it. Each short operation of the engine's thread woke sleepers: a 64-token prompt took
-    # 126 ms instead of 101, 512 tokens 745 instead of 645 (2 cores).
+    # Read by the OpenMP runtime when torch loads it. Threads that wait for each other spin for many
+    # milliseconds by default; on a machine that is also doing something else (a browser, our own
+    # writer) the one that is waited for then has no core, and prefill was 10x slower. 10000 turns
+    # are some tenths of a millisecond: longer than what lies between two products of a step.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    # Where the process has more of libgomp's threads than there are cores, those spin for 1000
+    # turns if waiting is active, else for 100, and sleep in what is short as well: a 64-token
+    # prompt took 126 ms instead of 101. `chatkv.waiting` says when they do.
     os.environ.setdefault("OMP_WAIT_POLICY", "active")
     # LLVM's runtime, which some builds of torch use, would take that to mean for ever.
     os.environ.setdefault("KMP_BLOCKTIME", "0")

@@ -1,12 +1,10 @@
-"""What a process must be told before it computes: how its threads wait and how it keeps memory."""
+"""What a process must be told before it computes: on how many cores, and how it keeps memory."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 from contextlib import suppress
-from functools import cache
-from pathlib import Path
 
 # glibc's malloc: parameters of mallopt(3).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -53,33 +51,3 @@ def resident_bytes() -> int:
 def physical_bytes() -> int:
     """All memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def leave_cores_to_others() -> None:
-    """From now on the calling thread computes on one core, and keeps no threads for more.
-
-    Every thread that computes on several has OpenMP threads of its own. Once a process has more of
-    them than there are cores, those of all wait for each other by way of the system instead of
-    spinning, hundreds of times a step: on two cores that made the steps of four answers take 1.8x
-    as long, only because each sampled on a thread of its own. `prepare_to_compute` takes it back.
-    """
-    import torch
-
-    if (openmp := _openmp()) is not None:
-        torch.get_num_threads()  # sets the number for a thread that has not computed yet
-        openmp.omp_pause_resource_all(_SOFT)
-        openmp.omp_set_num_threads(1)
-
-
-_SOFT = 1  # omp_pause_soft: what is given back comes again when it is needed
-
-
-@cache
-def _openmp() -> ctypes.CDLL | None:
-    """The library that torch computes with; None where it cannot be told."""
-    with suppress(OSError, AttributeError, StopIteration), open("/proc/self/maps") as maps:
-        paths = [Path(line.split(maxsplit=5)[-1].strip()) for line in maps if "/torch/" in line]
-        library = ctypes.CDLL(str(next(path for path in paths if "omp" in path.name)))
-        assert library.omp_pause_resource_all and library.omp_set_num_threads
-        return library
-    return None

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 hypothesis.settings.register_profile("chatkv", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("chatkv")
 
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as chatkv sets it; transformers loads torch first
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # less than chatkv's: tests run beside each other
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so set before any test
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tests fork; the tokenizer's threads must not
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -29,7 +29,7 @@ from chatkv.engine.draft_costs import DraftCosts
 from chatkv.engine.piece import Piece
 from chatkv.engine.sequence import TokenSequence
 from chatkv.engine.shares import divide
-from chatkv.process import leave_cores_to_others
+from chatkv.waiting import Patience, leave_cores_to_others
 
 # How long a step waits for a turn that is still busy with what the last step gave it: so much, or
 # a part of what the last step took, since that is what missing one costs. A turn that is late is
@@ -58,6 +58,7 @@ class Scheduler:
     num_layers: int = 1
     budget: StepBudget = field(default_factory=StepBudget)
     draft_costs: DraftCosts = field(default_factory=DraftCosts)
+    patience: Patience = field(default_factory=Patience)
     num_steps: int = 0
     _step_s: float = 0.0  # that the last step took
     _pending: list[Piece] = field(default_factory=list)
@@ -112,6 +113,7 @@ class Scheduler:
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
+        self.patience.close()
 
     def _ask(self, piece: Piece) -> None:
         with self._changed:
@@ -218,8 +220,10 @@ class Scheduler:
                 if logits is not None:
                     piece.logits = logits
                     piece.sequence.num_cached = piece.stop
+            seconds = time.perf_counter() - began
+            self.patience.observe(seconds)
             if pieces[-1].wait_layer is None:  # else it may have waited most of the time
-                self._learn(pieces, num_prefilled, time.perf_counter() - began)
+                self._learn(pieces, num_prefilled, seconds)
         except BaseException as error:  # nobody may wait for a thread that has ended
             for piece in pieces:
                 piece.error = error
