@@ -86,7 +86,7 @@ def decode(rig: Rig, sizes: Sizes, copy_rate: float) -> Found:
 class _Contiguous:
     """One sequence in memory of its own (a `Span`), for the library's attention."""
 
-    draft = None
+    draft = place = None
 
     def __init__(self, rig: Rig, length: int) -> None:
         layout = rig.layout

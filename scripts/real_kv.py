@@ -46,7 +46,7 @@ def smollm2_kv(num_tokens: int, threads: int = 2) -> tuple[KVLayout, npt.NDArray
 class _Span:
     """One sequence whose KV lies in one array, as the decoder wants it."""
 
-    draft = None
+    draft = place = None
 
     def __init__(self, layout: KVLayout, num_tokens: int) -> None:
         shape = (layout.num_layers, 2, layout.num_kv_heads, num_tokens, layout.head_dim)

@@ -44,6 +44,7 @@ class ModuleSpan:
     start: int
     length: int
     draft: Sequence[int] | None = None
+    place = None
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         first = self.start - self.kv.begin

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from chatkv.errors import ContextFull
+from chatkv.model.batch import Memory
 from chatkv.model.config import ModelConfig
 
 BLOCK_TOKENS = 64
@@ -147,6 +148,7 @@ class BlockPool(Pool):
         # Views made once: slicing a five-dimensional tensor 60 times a token shows in a profile.
         self.keys = [self.kv[layer, 0] for layer in range(config.num_layers)]
         self.values = [self.kv[layer, 1] for layer in range(config.num_layers)]
+        self.memory = Memory(self.keys, self.values)
 
     @property
     def blocks(self) -> Tensor:
@@ -244,6 +246,10 @@ class RunSpan:
         self._base = self.run.first_slot
         self._new = self._base + self.start
         self._end = self._new + self.length
+
+    @property
+    def place(self) -> tuple[Memory, int] | None:
+        return (self.pool.memory, self._base) if self.wait_layer is None else None
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if self.wait_layer is not None:

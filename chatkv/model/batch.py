@@ -64,6 +64,14 @@ class Batch(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Memory:
+    """The KV of many sequences, by layer: [num_kv_heads, num_slots, head_dim] each."""
+
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+
+
 class Span(Protocol):
     """The new tokens of one sequence in a forward pass, and the KV of all its tokens."""
 
@@ -80,6 +88,10 @@ class Span(Protocol):
         """Whether the new tokens are one of an answer and what is drafted behind it: then `instead`
         of `draft_places`, else None."""
 
+    @property
+    def place(self) -> tuple[Memory, int] | None:
+        """Where all its KV is, and from which slot on; None: only `extend` knows."""
+
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new tokens' KV ([length, num_kv_heads, head_dim] each) and return views of
         everything up to them ([num_kv_heads, start + length, head_dim] each)."""
@@ -91,6 +103,7 @@ class SpanBatch:
     def __init__(self, spans: Sequence[Span], table: RopeTable) -> None:
         self._spans = spans
         self._masks: dict[tuple[int, int | None], Tensor] = {}  # by span and window
+        self._tokens = _Tokens.among(spans)
         ranges = [_positions(span) for span in spans]
         # cos and signed sin of every new token, [num_new, 1, head_dim] each.
         if len(ranges) == 1:
@@ -121,15 +134,17 @@ class SpanBatch:
         rotated = rope(rotated, self._cos, self._sin)
         queries, keys = rotated[:, :num_heads], rotated[:, num_heads:]
         values = heads[:, num_heads + num_kv_heads :]
-        if len(self._spans) == 1:
-            return self._attend_span(attention, 0, queries, keys, values)
+        seen = self._tokens.attend(attention, queries, keys, values) if self._tokens else {}
         out, start = [], 0
         for index, span in enumerate(self._spans):
-            part = slice(start, start + span.length)
-            seen = self._attend_span(attention, index, queries[part], keys[part], values[part])
-            out.append(seen)
+            if index not in seen:
+                part = slice(start, start + span.length)
+                seen[index] = self._attend_span(
+                    attention, index, queries[part], keys[part], values[part]
+                )
+            out.append(seen[index])
             start += span.length
-        return torch.cat(out)
+        return torch.cat(out) if len(out) > 1 else out[0]
 
     def _attend_span(
         self, attention: Attention, index: int, queries: Tensor, keys: Tensor, values: Tensor
@@ -149,6 +164,59 @@ class SpanBatch:
         else:
             out = prefill_attention(queries, all_keys, all_values, scale, window)
         return out.reshape(span.length, -1)
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Spans of one token that lie in one memory: their KV is written at once, and each attends by
+    two views and one call. (16 answers, 2 cores: XX ms a step instead of YY.)
+
+    indices: of these spans; rows: of their tokens, None where there are no others; slots: where
+    the new KV goes; places: each one's first slot, and how many it has.
+    """
+
+    memory: Memory
+    indices: Sequence[int]
+    rows: Tensor | None
+    slots: Tensor
+    places: Sequence[tuple[int, int]]
+
+    @staticmethod
+    def among(spans: Sequence[Span]) -> _Tokens | None:
+        indices, rows, places, start = [], [], [], 0
+        memory: Memory | None = None
+        for index, span in enumerate(spans):
+            place = span.place if span.length == 1 and span.draft is None else None
+            if place is not None and (memory is None or memory is place[0]):
+                memory, first = place
+                indices.append(index)
+                rows.append(start)
+                places.append((first, span.start + 1))
+            start += span.length
+        if memory is None:
+            return None
+        slots = torch.tensor([first + length - 1 for first, length in places])
+        are_all = len(rows) == start
+        return _Tokens(memory, indices, None if are_all else torch.tensor(rows), slots, places)
+
+    def attend(
+        self, attention: Attention, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> dict[int, Tensor]:
+        """What each sees, [1, num_heads * head_dim], by index."""
+        if self.rows is not None:
+            queries, keys, values = queries[self.rows], keys[self.rows], values[self.rows]
+        all_keys = self.memory.keys[attention.layer]
+        all_values = self.memory.values[attention.layer]
+        all_keys.index_copy_(1, self.slots, keys.transpose(0, 1))
+        all_values.index_copy_(1, self.slots, values.transpose(0, 1))
+        scale, window = attention.scale, attention.window
+        seen = {}
+        for index, query, (first, length) in zip(
+            self.indices, queries.unbind(), self.places, strict=True
+        ):
+            history = all_keys.narrow(1, first, length), all_values.narrow(1, first, length)
+            seen[index] = decode_attention(query, *history, scale, window).view(1, -1)
+        return seen
 
 
 def _positions(span: Span) -> slice | list[int]:

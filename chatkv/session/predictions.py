@@ -40,7 +40,7 @@ class Difference:
 class TextOnModel:
     """One text and its KV, in memory of its own (a `decoder.Span`)."""
 
-    draft = None
+    draft = place = None
 
     def __init__(self, decoder: Decoder, ids: Sequence[int]) -> None:
         self.decoder, self._ids = decoder, ids
