@@ -116,8 +116,9 @@ def dequantised(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
 
 def cpu_product(weight: KernelWeight, dtype: torch.dtype) -> Product | None:
     """The library's kernel for packed weights on a CPU, for x [rows, in] of `dtype`; None where it
-    has none: fp8, 8-bit codes in groups of 16, and groups where outputs are no multiple of 16 or
-    inputs no whole groups.
+    has none: fp8, 8-bit codes in groups of 16 or of inputs that are no multiple of 16 (with AVX-512
+    it reads behind the last one then), and groups where outputs are no multiple of 16 or inputs no
+    whole groups.
 
     Of these kernels only those for bfloat16 are vector code (on AVX2 as on AVX-512; in float32 they
     take two to nine times as long as a dense product). So x and y are rounded to that, whatever
@@ -127,7 +128,7 @@ def cpu_product(weight: KernelWeight, dtype: torch.dtype) -> Product | None:
         if weight.codes.dtype != torch.int8:
             return None
         if not weight.group_size:
-            return _int8_product(weight, dtype)
+            return None if weight.codes.shape[1] % 16 else _int8_product(weight, dtype)
     fours = _int4_planes(weight) if isinstance(weight, Weight8) else _int4_product(weight)
     return None if fours is None else lambda x: fours(x.bfloat16()).to(dtype)
 

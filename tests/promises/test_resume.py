@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +116,7 @@ def resume_at(
     **options: object,
 ) -> None:
     """Compare at a history of exactly `length` tokens, most_tokens at most."""
-    fresh_home("probe")
-    prompt, seed = probed(model, most_tokens, **options)
+    prompt, seed = probed(fresh_home, model, most_tokens, **options)
     assert prompt < length
     options |= {"model": model, "max_tokens": length - prompt, "restore": "reload"}
     fresh_home("apart")
@@ -131,15 +129,24 @@ def resume_at(
     assert second[0]["tokens"]["loaded"] == length - 1
 
 
-@cache
-def probed(model: str, most_tokens: int, **options: object) -> tuple[int, int]:
+PROBED: dict[tuple[object, ...], tuple[int, int]] = {}
+
+
+def probed(
+    fresh_home: Callable[[str], None], model: str, most_tokens: int, **options: object
+) -> tuple[int, int]:
     """Tokens of the prompt, and the first seed whose reply does not stop within so many tokens."""
+    asked = model, most_tokens, *sorted(options.items())
+    if asked in PROBED:
+        return PROBED[asked]
     for seed in range(20):
+        fresh_home(f"probe-{seed}")
         (turn,) = run_turns(
             ["Count to ten."], model=model, seed=seed, max_tokens=most_tokens, **options
         )
         if turn["finish_reason"] == "length":
-            return turn["tokens"]["prompt"], seed
+            PROBED[asked] = turn["tokens"]["prompt"], seed
+            return PROBED[asked]
     pytest.fail("every reply stops early")
 
 
