@@ -48,12 +48,13 @@ class Sizes:
     answer: int
     arriving_prompt: int  # beside RUNNING answers
     repeats: int
-    at_once: tuple[int, ...]  # sizes of static batches, and limits of running answers
+    static: tuple[int, ...]  # sizes of batches
+    at_once: tuple[int, ...]  # limits of running answers
     places: int  # of running answers that are looked at without the prompt, the first before it
 
 
-QUICK = Sizes(32, 6, 12, 512, 1, (8, SLOTS), 2)
-FULL = Sizes(48, 12, 24, 4096, 1, (8, SLOTS), 4)
+QUICK = Sizes(40, 6, 12, 512, 1, (8, SLOTS), (6, SLOTS), 2)
+FULL = Sizes(128, 12, 24, 4096, 1, (4, 8, SLOTS), (4, 6, 8, 12, SLOTS), 4)
 RUNNING = 4
 SEED = 20
 
@@ -134,9 +135,10 @@ def replay(engine: Any, sizes: Sizes, step_s: float) -> list[Figure]:
         return make_trace(sizes, step_s, engine.decoder.config.vocab_size)
 
     static, chunks = {}, {}
-    for size in sizes.at_once:
+    for size in sizes.static:
         say(f"static batches of {size} ...")
         static[size] = serve_static(engine, fresh(), size)
+    for size in sizes.at_once:
         say(f"continuous batching, prompts in chunks, {size} at once ...")
         chunks[size] = serve(engine, fresh(), StepBudget(), size)
     say("continuous batching, whole prompts ...")
