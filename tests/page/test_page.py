@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -268,6 +269,18 @@ def test_what_is_typed_is_read_before_it_is_sent(page: Browsed) -> None:
     page.wait_for_answer()
     assert ready > 20
     assert int(page.measured.split()[0]) >= ready  # kept
+
+
+def test_what_is_typed_while_the_page_begins_is_read_then(browse: Browse, url: str) -> None:
+    page, held = browse(url), list[Any]()
+    page.page.route("**/v1/models", held.append)
+    page.page.goto(url)
+    page.page.fill("#composer-text", "Somebody types fast, and the server is slow to begin. " * 4)
+    page.page.wait_for_timeout(700)  # longer than typing has to rest
+    assert held
+    for route in held:
+        route.continue_()
+    page.page.locator("#hint", has_text="tokens are ready").wait_for()
 
 
 def test_a_refusal_is_said_and_gives_the_message_back(page: Browsed) -> None:

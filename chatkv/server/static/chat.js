@@ -58,6 +58,7 @@ export class Chat {
       if (session !== this.session) return;
       await this.ready("");
       await this.restore();
+      if (session === this.session) this.page.composer.changed(); // it may hold something already
     });
   }
 

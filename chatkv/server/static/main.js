@@ -108,6 +108,7 @@ async function begin() {
     await Promise.all([models.load(), sidebar.refresh()]);
     await chat.reload();
     follow();
+    composer.changed(); // what was typed meanwhile was for nobody
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
     if (error.status) banner(error.message);
