@@ -273,7 +273,7 @@ def test_what_is_typed_is_read_before_it_is_sent(page: Browsed) -> None:
 
 def test_what_is_typed_while_the_page_begins_is_read_then(browse: Browse, url: str) -> None:
     page, held = browse(url), list[Any]()
-    page.page.route("**/v1/models", held.append)
+    page.page.route("**/v1/models", lambda route: held.append(route))
     page.page.goto(url)
     page.page.fill("#composer-text", "Somebody types fast, and the server is slow to begin. " * 4)
     page.page.wait_for_timeout(700)  # longer than typing has to rest
