@@ -280,6 +280,7 @@ def test_what_is_typed_while_the_page_begins_is_read_then(browse: Browse, url: s
     assert held
     for route in held:
         route.continue_()
+    page.page.wait_for_timeout(700)  # it has begun, and dropped what was asked for before
     page.page.locator("#hint", has_text="tokens are ready").wait_for()
 
 
