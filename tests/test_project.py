@@ -192,6 +192,7 @@ def test_version_is_in_the_changelog() -> None:
     assert newest and newest[1] == version[1]
 
 
+@pytest.mark.slow
 def test_wheel_and_sdist_hold_all_three_packages(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "--directory", str(tmp_path)],

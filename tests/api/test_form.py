@@ -212,6 +212,7 @@ def test_a_call_that_must_be_has_its_arguments(url: str, name: str, stream: bool
     jsonschema_rs.validate(PLACE, json.loads(call.function.arguments))
 
 
+@pytest.mark.slow
 def test_calls_that_must_be_in_other_dialects(url: str) -> None:
     import anthropic  # here, since it takes seconds
 

@@ -76,6 +76,7 @@ def hold(url: str, mode: GenerationMode, num_examples: int) -> int:
     return num_asked
 
 
+@pytest.mark.slow
 def test_what_the_schema_allows(url: str) -> None:
     assert hold(url, GenerationMode.POSITIVE, 2) > 30
 

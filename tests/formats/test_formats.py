@@ -192,6 +192,7 @@ def test_chatgpt_tools_pictures_and_strangers_are_kept_or_told() -> None:
     assert told.left_out == {"image": 1, "file": 1, "reasoning": 1, "hologram": 1}
 
 
+@pytest.mark.slow
 def test_a_long_chatgpt_conversation_takes_time_in_proportion(tmp_path: Path) -> None:
     nodes = [node("0", None)]
     for number in range(1, 20_001):

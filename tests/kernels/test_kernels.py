@@ -66,6 +66,7 @@ def compiled(folder: Path, *words: str) -> list[dict[str, Any]]:
     return report
 
 
+@pytest.mark.slow
 def test_a_kernel_compiles_without_a_device(tmp_path: Path) -> None:
     for entry in compiled(tmp_path, "silu_mul SmolLM2"):
         assert entry["kernel"] == "_silu_mul"

@@ -95,6 +95,7 @@ def test_leaving_in_the_middle_keeps_what_was_answered(page: Browsed, slow_model
     assert page.said == ["Go on for long, and I leave."]
 
 
+@pytest.mark.slow
 def test_an_edit_goes_another_way_and_both_stay(page: Browsed) -> None:
     page.say("Which river is long?")
     page.say("Why?")
@@ -134,6 +135,7 @@ def test_another_answer_to_the_same_question(browse: Browse, url: str) -> None:
     assert page.answer == first
 
 
+@pytest.mark.slow
 def test_a_fork_shares_the_turns_up_to_its_own(page: Browsed) -> None:
     page.say("First of the fork.")
     page.say("Second of the fork.")
@@ -149,6 +151,7 @@ def test_a_fork_shares_the_turns_up_to_its_own(page: Browsed) -> None:
     assert page.answers == answers
 
 
+@pytest.mark.slow
 def test_words_find_the_conversation_that_they_were_said_in(page: Browsed) -> None:
     page.say("A xylophone and a zither.")
     page.press("Control+Shift+O")
@@ -168,6 +171,7 @@ def test_words_find_the_conversation_that_they_were_said_in(page: Browsed) -> No
     assert page.titles == []
 
 
+@pytest.mark.slow
 def test_names_are_changed_and_nothing_is_deleted_without_consent(page: Browsed) -> None:
     page.say("To be renamed.")
     session = page.session
@@ -192,6 +196,7 @@ def test_names_are_changed_and_nothing_is_deleted_without_consent(page: Browsed)
     assert ask(page.url, f"/sessions/{session}").status == 404
 
 
+@pytest.mark.slow
 def test_dark_and_light(browse: Browse, url: str) -> None:
     page = browse(url, color_scheme="dark")
     page.open()
@@ -233,6 +238,7 @@ def test_on_a_phone(browse: Browse, url: str) -> None:
     page.page.wait_for_selector("#sidebar", state="hidden")
 
 
+@pytest.mark.slow
 def test_with_the_keyboard_alone(page: Browsed) -> None:
     assert page.focused == "composer-text"
     page.page.keyboard.type("One line")
@@ -271,9 +277,14 @@ def test_what_is_typed_is_read_before_it_is_sent(page: Browsed) -> None:
     assert int(page.measured.split()[0]) >= ready  # kept
 
 
+@pytest.mark.slow
 def test_what_is_typed_while_the_page_begins_is_read_then(browse: Browse, url: str) -> None:
     page, held = browse(url), list[Any]()
-    page.page.route("**/v1/models", lambda route: held.append(route))
+
+    def hold(route: Any) -> None:
+        held.append(route)
+
+    page.page.route("**/v1/models", hold)
     page.page.goto(url)
     page.page.fill("#composer-text", "Somebody types fast, and the server is slow to begin. " * 4)
     page.page.wait_for_timeout(700)  # longer than typing has to rest
@@ -284,6 +295,7 @@ def test_what_is_typed_while_the_page_begins_is_read_then(browse: Browse, url: s
     page.page.locator("#hint", has_text="tokens are ready").wait_for()
 
 
+@pytest.mark.slow
 def test_a_refusal_is_said_and_gives_the_message_back(page: Browsed) -> None:
     page.say("Short.")
     text = "far too long for this model " * 400

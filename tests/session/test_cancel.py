@@ -28,6 +28,7 @@ def home_model(home: Path, slow_model: str) -> str:
     return slow_model
 
 
+@pytest.mark.slow
 def test_it_ends_a_prompt_between_its_layers_beside_an_answer(
     home_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

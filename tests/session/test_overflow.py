@@ -134,7 +134,8 @@ def test_it_goes_on_after_a_restart(model: str, overflow: Overflow) -> None:
 def test_taking_turns_back_brings_the_whole_context_back(model: str) -> None:
     with opened(model) as chat:
         turns = fill(chat)
-        log = chat.conversation.log
+        log, session = chat.conversation.log, chat.conversation.session.id
+    with opened(model, session) as chat:  # the whole of it is written now
         say(chat, turns, "shift")
         chat.conversation.rewind(turns)
         assert chat.conversation.window is None and chat.conversation.log == log

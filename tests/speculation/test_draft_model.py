@@ -76,6 +76,7 @@ def test_greedy_answers_are_the_large_models_own(engine: Engine) -> None:
         engine.drafts.close()  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_sampled_answers_are_distributed_as_the_large_models(engine: Engine) -> None:
     """Of the second token, the first that is drafted, over many seeds."""
     engine.draft_with(worse_engine(0.3))

@@ -72,7 +72,9 @@ class Checked(MtpDrafter):
         return draft
 
 
-@pytest.mark.parametrize("wanted", KINDS)
+@pytest.mark.parametrize(
+    "wanted", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])]
+)
 def test_drafts_are_those_of_plain_torch(
     engine: Engine, tmp_path: Path, wanted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
