@@ -410,8 +410,8 @@ def long_prompt(num_tokens: int) -> list[int]:
 
 
 WARM_UP = 12  # tokens of each answer that are not counted
-BEFORE = 64  # that each has said when the prompt arrives
-AT_EACH = 40  # tokens of each answer at each of the places where it is looked at without the prompt
+BEFORE = 48  # that each has said when the prompt arrives
+AT_EACH = 32  # tokens of each answer at each of the places where it is looked at without the prompt
 
 
 # --- small things ---------------------------------------------------------------------------------
