@@ -62,6 +62,7 @@ async function request(method, path, body, signal) {
     const token = sessionStorage.getItem(KEY);
     const response = await sent(method, path, body, signal, token);
     if (response.status === 401) {
+      if (token !== sessionStorage.getItem(KEY)) continue; // another request was given one meanwhile
       asking ??= askForToken(token !== null).finally(() => (asking = null));
       sessionStorage.setItem(KEY, await asking);
       continue;
