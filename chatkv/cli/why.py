@@ -26,6 +26,11 @@ VERBS = {
     "none": "compute what is new here",
     "remote": "have it computed by the prefill worker",
 }
+BUT = {
+    "exact": "but this is hardly slower, and exact to the bit",
+    "asked": "but this was asked for",
+    "only-exact": "but --exact allows only KV that was kept",
+}
 # Beyond what nobody notices, a turn that took longer than the fastest plan was promised says so.
 REGRET_MS, REGRET_SHARE = 20.0, 0.25
 
@@ -180,8 +185,8 @@ def _reason(plan: dict[str, Any], regret_ms: float | None) -> list[str]:
         return [f"{said}; there was no other way."]
     best = min(others, key=lambda way: others[way])
     said += f"; to {VERBS[best]} would have taken about {_ms(others[best])}"
-    if others[best] < plan["predicted_ms"] - 1:
-        said += ", but this was asked for, or is exact to the bit and hardly slower"
+    if others[best] < plan["predicted_ms"] - 1 and plan.get("because") in BUT:
+        said += f", {BUT[plan['because']]}"
     lines = [f"{said}."]
     if regret_ms is not None and regret_ms > max(REGRET_MS, REGRET_SHARE * min(ways.values())):
         lines.append(f"That is {_ms(regret_ms)} more than the fastest way was expected to take.")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -236,10 +235,8 @@ class Engine:
         total, kept, pool = len(sequence.ids), sequence.num_cached, self.pool
         if most <= 0 or pool.is_reserved(sequence.run, total + most, kept):
             return max(most, 0)
-        if pool.free_blocks and not self.memory.room.num_waiting:
-            with suppress(ContextFull):
-                pool.reserve(sequence.run, total + most, kept)
-                return most
+        if self.memory.take_free(sequence, total + most):
+            return most
         most = min(most, sequence.run.capacity - total)
         return most if pool.is_reserved(sequence.run, total + most, kept) else 0
 

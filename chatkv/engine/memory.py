@@ -29,6 +29,7 @@ class Memory:
         self._named: dict[str, TokenSequence] = {}
         self.room = Room(self._lock)  # of those in use
         self._asking: TokenSequence | None = None  # for whom room is being made
+        self._spares_idle = False  # room is asked for that can be done without
         pool.reclaim = self._reclaim_for_asking
 
     def close(self) -> None:
@@ -151,6 +152,21 @@ class Memory:
                     else:
                         raise
 
+    def take_free(self, sequence: TokenSequence, num_tokens: int) -> bool:
+        """Reserve num_tokens in all for a sequence that can do without, where so much is free and
+        nobody waits for it: no idle conversation has to leave. Whether that is reserved then."""
+        with self._lock:
+            if self.room.num_waiting or not self.pool.free_blocks:
+                return False
+            self._spares_idle = True
+            try:
+                self.pool.reserve(sequence.run, num_tokens, sequence.num_cached)
+            except ContextFull:
+                return False
+            finally:
+                self._spares_idle = False
+            return True
+
     # --- inside ---------------------------------------------------------------------------------
 
     @contextmanager
@@ -164,6 +180,8 @@ class Memory:
 
     def _reclaim_for_asking(self) -> bool:
         """Background work takes no idle conversation's KV while it can wait for others' room."""
+        if self._spares_idle:
+            return False
         room, asking = self.room, self._asking
         may_wait = asking is not None and room.is_background(asking)
         if asking is not None and may_wait and room.others_hold_blocks(asking):

@@ -143,11 +143,13 @@ class CostModel:
 
         def together(meeting: int) -> float:
             loaded = loaded_to - meeting
-            step_s = self.step_s([(start, meeting), rest]) + loaded * self.load_cpu_s_per_token
+            beside_s = loaded * self.load_cpu_s_per_token
+            step_s = self.step_s([(start, meeting), rest]) + beside_s
             if start >= loadable_from:
-                load_s = (meeting - start) * self.load_s_per_token
-                share = shared(step_s, self.load_s(loaded), load_s)
-                step_s = share * step_s + (1 - share) * self.step_s([rest])
+                front = meeting - start
+                share = shared(step_s, self.load_s(loaded), front * self.load_s_per_token)
+                left_s = self.step_s([rest]) + front * self.load_cpu_s_per_token + beside_s
+                step_s = share * step_s + (1 - share) * left_s
             return layered_s(step_s, self.load_s(loaded), 0.0, LAYER_PARTS)
 
         # Convex between its ends, where the fixed costs of loading or computing fall away.

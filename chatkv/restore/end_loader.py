@@ -16,7 +16,7 @@ from chatkv.restore.last_step import LastStep, Layers
 from chatkv_store.chain import StoredBlock
 
 # Runs of blocks take about so long: many are read faster, few leave less in flight.
-RUN_S, MAX_RUN_BLOCKS = 0.02, 8
+RUN_S, MAX_RUN_BLOCKS = 0.02, 32
 # How long it waits at first for prefill to say what it takes.
 START_S = 0.02
 

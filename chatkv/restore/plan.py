@@ -13,6 +13,9 @@ from chatkv_store.layout import BLOCK_TOKENS
 
 Method = Literal["none", "reload", "re-prefill", "both", "remote"]
 Wanted = Literal["auto", "reload", "re-prefill", "both", "remote"]
+# Why a plan was chosen: the fastest expected, hardly slower than that but exact to the bit, the one
+# that was asked for, or what --exact leaves.
+Because = Literal["fastest", "exact", "asked", "only-exact"]
 
 # Recomputed history may round differently. Nobody notices 20 ms, and few would trade for 5 %.
 EXACT_IS_WORTH_MS = 20.0
@@ -86,6 +89,7 @@ class Plan:
     chosen: Method
     predicted_ms: float
     alternatives_ms: dict[str, float] = field(default_factory=dict)
+    because: Because = "fastest"
 
     @property
     def leaves_loading_untried(self) -> bool:
@@ -148,7 +152,12 @@ def choose(
     if not options:
         return Plan("none", recompute_s * 1e3, alternatives)
     chosen = wanted if wanted in options else _fastest(options)
-    return Plan(cast(Method, chosen), options[chosen], alternatives)
+    because: Because = "fastest"
+    if wanted == chosen:
+        because = "asked"
+    elif options[chosen] > min(alternatives.values()):
+        because = "only-exact" if exact else "exact"
+    return Plan(cast(Method, chosen), options[chosen], alternatives, because)
 
 
 def _with_remote(

@@ -91,6 +91,7 @@ def measures_to_json(
             "predicted_ms": round(plan.predicted_ms, 2),
             "actual_ms": round(plan_actual_ms, 2),
             "alternatives_ms": {way: round(ms, 2) for way, ms in plan.alternatives_ms.items()},
+            "because": plan.because,
         },
         "timing": {
             name: None if value is None else round(value, 2)
@@ -142,7 +143,12 @@ class TurnResult:
             text=fields["text"],
             finish_reason=fields["finish_reason"],
             tokens=TokenCounts(**fields["tokens"]),
-            plan=Plan(plan["chosen"], plan["predicted_ms"], plan["alternatives_ms"]),
+            plan=Plan(
+                plan["chosen"],
+                plan["predicted_ms"],
+                plan["alternatives_ms"],
+                plan.get("because", "fastest"),
+            ),
             plan_actual_ms=plan["actual_ms"],
             timing=Timing(**fields["timing"]),
             model=fields["model"],

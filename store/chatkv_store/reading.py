@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from chatkv_store import header as headers
 from chatkv_store.chain import RunResult, StoredBlock
-from chatkv_store.environment import Environment
+from chatkv_store.environment import DATA_FILE, Environment
 from chatkv_store.errors import BlockMiss, StoreError
 from chatkv_store.header import BlockHeader
-from chatkv_store.page_cache import num_in_memory
+from chatkv_store.residency import ValuePages
 from chatkv_store.tables import value_key, wrong_length
 
 if TYPE_CHECKING:
     from chatkv_store.payloads import Bits, Bytes
 
-# So many tell for all values of a history whether they are in memory; each look may be a page that
-# has to be read itself.
+# So many tell for all values of a history whether they are in memory; each look may read a page of
+# the tree.
 SAMPLED_VALUES = 16
 
 
@@ -116,15 +116,15 @@ class StoredValues:
             return None  # what is read is a copy: where that came from does not show
         in_memory = pages = 0
         try:
-            with self.env.read() as txn:
+            with self.env.read() as txn, (self.env.path / DATA_FILE).open("rb") as file:
+                values = ValuePages(file.fileno(), txn.id(), self.env.page_bytes, b"values")
                 for number in range(SAMPLED_VALUES):
                     block = blocks[number * len(blocks) // SAMPLED_VALUES]
                     group = number % len(block.header.values)
-                    stored = txn.get(value_key(block.key, group), db=self.db["values"])
-                    seen = _seen(stored) if stored is not None else None
+                    seen = values.in_memory(value_key(block.key, group))
                     if seen is not None:
                         in_memory, pages = in_memory + seen[0], pages + seen[1]
-        except StoreError:
+        except (StoreError, OSError):
             return None
         return 1 - in_memory / pages if pages else None
 
@@ -164,13 +164,6 @@ class StoredValues:
                 return payloads, f"value {group} is damaged: its digest differs"
             payloads.append(np.frombuffer(stored, np.uint8))
         return payloads, None
-
-
-def _seen(stored: memoryview) -> tuple[int, int] | None:
-    import numpy as np
-
-    start = np.frombuffer(stored, np.uint8).ctypes.data
-    return num_in_memory(start, start + stored.nbytes) if stored.nbytes else None
 
 
 def _empty_value(header: BlockHeader, group: int) -> Bits:

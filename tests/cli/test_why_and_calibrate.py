@@ -52,6 +52,8 @@ def test_why_tells_what_the_choice_cost(ask: Program, program: Program) -> None:
     words = program("why", session).out
     assert "It was decided to compute everything again" in words
     assert "expected" in words and "taken; to " in words and "would have taken about" in words
+    assert told["because"] == "asked"
+    assert "but this was asked for" in " ".join(words.split())
     assert "of them once more" in words
     again = kept["recomputed"]
     assert again == [[kept["tokens"]["reused"], again[0][1]]]

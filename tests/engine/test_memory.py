@@ -78,6 +78,20 @@ def test_what_is_in_use_is_never_taken() -> None:
     assert holds(memory, a) and holds(memory, b) and a.num_cached and b.num_cached
 
 
+def test_what_can_be_done_without_takes_nobody_elses_kv() -> None:
+    memory = make_memory()
+    idle, sequence = keep(memory, "idle", numbers(6)), TokenSequence()
+    with memory.use(sequence):
+        fill(memory, sequence, numbers(4))
+        assert memory.take_free(sequence, 6 * BLOCK_TOKENS)
+        assert memory.pool.is_reserved(sequence.run, 6 * BLOCK_TOKENS)
+        assert not memory.take_free(sequence, 7 * BLOCK_TOKENS)
+        assert idle.num_cached and holds(memory, idle) and holds(memory, sequence)
+        sequence.ids += numbers(3)
+        assert memory.make_room(sequence), "what has to be done may"
+        assert not idle.num_cached
+
+
 def test_idle_kv_keeps_to_its_share() -> None:
     memory = make_memory(max_idle_blocks=6)
     sequences = [keep(memory, name, numbers(2)) for name in "abcd"]

@@ -80,7 +80,21 @@ def test_what_is_wanted_is_done_where_it_is_possible(
 ) -> None:
     plan = choose(here, cost, wanted)  # type: ignore[arg-type]
     if wanted in plan.alternatives_ms:
-        assert plan.chosen == wanted
+        assert (plan.chosen, plan.because) == (wanted, "asked")
+
+
+def test_a_plan_says_why_it_was_chosen() -> None:
+    here = Situation(total=1001, in_pool=0, available=1000, history=1000, stored_to=1000)
+    slow_disk = CostModel(load_s_per_token=1.0)
+    assert choose(here, CostModel()).because == "exact"
+    assert choose(here, slow_disk).because == "fastest"
+    assert choose(here, slow_disk, "reload").because == "asked"
+    assert choose(here, slow_disk, exact=True).because == "only-exact"
+    # Reloading takes 15 ms more than the best, which nobody notices.
+    close = CostModel(load_fixed_s=0.0, load_s_per_token=50e-6, prefill_s_per_token=35e-6)
+    plan = choose(here, close)
+    assert (plan.chosen, plan.because) == ("reload", "exact")
+    assert min(plan.alternatives_ms.values()) < plan.predicted_ms
 
 
 @given(situations(), RATES)
@@ -93,6 +107,19 @@ def test_both_ends_are_never_slower_than_one_by_the_model(here: Situation, cost:
         assert ways["both"] <= ways["re-prefill"] + 1e3 * free.prefill_fixed_s + 1e-6
         if "reload" in ways and here.available == here.both_range[1]:
             assert ways["both"] <= ways["reload"] + 1e-6
+
+
+@given(situations(), RATES, st.floats(0, 1))
+def test_both_ends_cannot_do_more_than_the_cores_do(
+    here: Situation, cost: CostModel, share: float
+) -> None:
+    """Each token that is loaded or computed takes its part of their time, whatever overlaps."""
+    cost = replace(cost, load_cpu_s_per_token=share * cost.load_s_per_token)
+    first, last = here.both_range
+    if last > first:
+        least = min(cost.load_cpu_s_per_token, cost.prefill_s_per_token)
+        both_s = cost.both_s(here.in_pool, first, last, here.total)
+        assert both_s >= (last - here.in_pool) * least * (1 - 1e-9)
 
 
 @given(st.lists(st.sampled_from([None, 1, 40, BLOCK_TOKENS]), max_size=12))

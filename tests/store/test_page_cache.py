@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from chatkv_store import BlockStore, reading
+from chatkv_store import BlockStore
 from chatkv_store.environment import DATA_FILE
 from chatkv_store.page_cache import forget, num_in_memory
+from chatkv_store.residency import ValuePages
+from chatkv_store.tables import value_key
 from kv_samples import GROUPED, SPACE, kv_bits, save
 
 
@@ -64,24 +66,73 @@ def test_which_pages_of_a_mapped_file_are_in_memory(tmp_path: Path) -> None:
     assert num_in_memory(mmap.PAGESIZE, mmap.PAGESIZE + 1) is None, "nothing is mapped there"
 
 
-def test_a_store_tells_which_share_of_its_values_has_to_come_from_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a sample over all blocks and values, wherever these lie."""
-    looked_at: list[int] = []
-
-    def seen(start: int, stop: int) -> tuple[int, int] | None:
-        looked_at.append(start)
-        return ((stop - start) // 4, stop - start) if len(looked_at) % 2 else None
-
+def test_a_store_tells_which_values_have_to_come_from_the_disk(tmp_path: Path) -> None:
+    """And that a look brings none of them in. LMDB's own looks do, many pages around each."""
+    plain, data = tmp_path / "plain", tmp_path / DATA_FILE
+    plain.write_bytes(bytes(1 << 20))
+    if not forget(plain) or is_in_memory(plain):
+        pytest.skip("this file system keeps everything in memory")
     tokens = 5 * 64
     with BlockStore(tmp_path) as store:
         save(store, GROUPED, range(tokens), kv_bits(GROUPED, tokens, seed=3))
         blocks = store.match(SPACE, range(tokens), GROUPED).blocks
         assert store.cold_share(blocks) == 0, "it was just written"
-        monkeypatch.setattr(reading, "num_in_memory", seen)
-        assert store.cold_share(blocks) == pytest.approx(0.75, abs=0.001)
-        assert len(set(looked_at)) == 2 * len(blocks)
+        with store.env.read() as txn:
+            txnid, size = txn.id(), store.env.page_bytes
+        keys = [value_key(block.key, group) for block in blocks for group in range(2)]
+
+        def in_memory() -> list[tuple[int, int] | None]:
+            with data.open("rb") as file:
+                values = ValuePages(file.fileno(), txnid, size, b"values")
+                return [values.in_memory(key) for key in keys]
+
+        warm = in_memory()
+        assert all(one is not None and one[0] == one[1] > 0 for one in warm)
+        forget(data)
+        assert in_memory() == in_memory() == [one and (0, one[1]) for one in warm]
+        data.read_bytes()
+        assert in_memory() == warm
         assert store.cold_share([]) is None
-        monkeypatch.setattr(reading, "num_in_memory", lambda *_: None)
+
+
+def test_a_sample_is_taken_over_all_blocks_and_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at: list[bytes] = []
+
+    def seen(values: ValuePages, key: bytes) -> tuple[int, int] | None:
+        looked_at.append(key)
+        return (1, 4) if len(looked_at) % 2 else None
+
+    tokens = 5 * 64
+    with BlockStore(tmp_path) as store:
+        save(store, GROUPED, range(tokens), kv_bits(GROUPED, tokens, seed=3))
+        blocks = store.match(SPACE, range(tokens), GROUPED).blocks
+        monkeypatch.setattr(ValuePages, "in_memory", seen)
+        assert store.cold_share(blocks) == 0.75
+        assert len(set(looked_at)) == 2 * len(blocks)
+        monkeypatch.setattr(ValuePages, "in_memory", lambda *_: None)
         assert store.cold_share(blocks) is None
+
+
+def test_values_are_found_where_they_lie_without_being_read(tmp_path: Path) -> None:
+    tokens, data = 40 * 64, tmp_path / DATA_FILE
+    with BlockStore(tmp_path) as store:
+        save(store, GROUPED, range(tokens), kv_bits(GROUPED, tokens, seed=3))
+        blocks = store.match(SPACE, range(tokens), GROUPED).blocks
+        with store.env.read() as txn, data.open("rb") as file:
+            size = store.env.page_bytes
+            values = ValuePages(file.fileno(), txn.id(), size, b"values")
+            for block in blocks:
+                for group, payload in enumerate(store.payloads(block)):
+                    pages = values.pages(value_key(block.key, group))
+                    assert pages is not None and len(pages) == -(-(16 + len(payload)) // size)
+                    file.seek(pages[0] * size + 16)
+                    assert file.read(len(payload)) == payload
+            assert values.pages(bytes(34)) is None
+            for txnid, name in ((txn.id(), b"nothing"), (txn.id() - 9, b"values")):
+                other = ValuePages(file.fileno(), txnid, size, name)
+                assert other.in_memory(value_key(blocks[0].key, 0)) is None
+            # Headers are small, and lie with others on a page of the tree.
+            small = ValuePages(file.fileno(), txn.id(), size, b"blocks")
+            assert small.in_memory(blocks[0].key) is None
