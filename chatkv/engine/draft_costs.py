@@ -17,6 +17,8 @@ _EXPECTED = ((1, 1.15), (8, 1.5))
 # How much of what was known remains with each step that is measured; and how much of what was
 # expected comes back with each plain step, so that what once seemed slow is tried again one day.
 _KEPT = 0.97
+# What takes so many times as long as expected had to wait for somebody else.
+HICCUP = 2.0
 _RETURNS = 0.005
 
 
@@ -76,8 +78,10 @@ class DraftCosts:
             for drafted, multiple in _EXPECTED:
                 line.add(drafted, multiple, _RETURNS)
         elif num_answers in self._plain_s:
+            multiple = seconds / median(self._plain_s[num_answers])
+            most = HICCUP * max(1.0, line.at(num_drafted))
             line.fade(_KEPT)
-            line.add(num_drafted, seconds / median(self._plain_s[num_answers]))
+            line.add(num_drafted, min(multiple, most))
 
     def step(self, num_drafted: int) -> float:
         """A step with so many drafted tokens more than none, as a multiple of a plain one."""

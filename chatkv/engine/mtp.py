@@ -76,7 +76,9 @@ class ModuleKV:
 
     def pass_over(self, start: int, hidden: Tensor, embedded: Tensor) -> Tensor:
         """What comes out at positions from `start` on, which is `stop`, or behind a draft's."""
-        return self.module.forward(hidden, embedded, ModuleSpan(self, start, len(hidden)))
+        # A few rows attend as those of a draft do, one behind the other: four times as fast.
+        in_a_row = () if len(hidden) <= 1 + MAX_DRAFT else None
+        return self.module.forward(hidden, embedded, ModuleSpan(self, start, len(hidden), in_a_row))
 
     def make_room(self, count: int) -> None:
         """For as many positions from `stop` on, at most a window of them, and a draft behind."""
@@ -128,18 +130,31 @@ class MtpDrafter:
 
     def propose(self, ids: Sequence[int], count: int, growth: Growth | None = None) -> Draft:
         assert growth is not None
-        chain, beside, instead = [], list[int](), list[int]()
-        began, ahead = time.perf_counter(), 0
-        while taken := growth.take(self._looks[ahead].kinds[: count - ahead - len(beside)]):
-            tokens = self._looks[ahead].tokens[:taken]
-            chain.append(tokens[0])
-            beside += tokens[1:]
-            instead += [ahead] * (taken - 1)
-            ahead += 1
-            if ahead == self._most_ahead or ahead + len(beside) >= count or not growth.goes_on():
-                break
-            if ahead == len(self._looks):
-                self.compute(lambda: self._look_behind(len(ids), chain))
+        chain, beside, instead = list[int](), list[int](), list[int]()
+        began = time.perf_counter()
+
+        def grow() -> bool:
+            """As far as was looked; whether it pays to look further."""
+            while (ahead := len(chain)) < len(self._looks):
+                taken = growth.take(self._looks[ahead].kinds[: count - ahead - len(beside)])
+                if not taken:
+                    return False
+                tokens = self._looks[ahead].tokens[:taken]
+                chain.append(tokens[0])
+                beside.extend(tokens[1:])
+                instead.extend([ahead] * (taken - 1))
+                is_full = len(chain) + len(beside) >= count or len(chain) == self._most_ahead
+                if is_full or not growth.goes_on():
+                    return False
+            return True
+
+        def look_further() -> None:
+            self._look_behind(len(ids), chain)
+            while grow():
+                self._look_behind(len(ids), chain)
+
+        if grow():
+            self.compute(look_further)  # one call: to wake that thread takes as long as a look
         seconds = self._seconds + time.perf_counter() - began
         return Draft([*chain, *beside], instead, looks=self._looks, seconds=seconds)
 

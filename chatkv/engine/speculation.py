@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from chatkv.engine.draft_costs import DraftCosts
+from chatkv.engine.draft_costs import HICCUP, DraftCosts
 from chatkv.engine.drafts import Draft, Drafter, Look
 from chatkv.engine.growth import WORTH, Grown
 from chatkv.engine.options import SpeculationCounts
@@ -28,6 +28,9 @@ _BEHIND = 0.4
 # what has cost more than it won is left for so many.
 _JUDGED_STEPS = 16.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 512
+# An answer begins as if so many steps had said so many tokens each, or a few unlucky ones would
+# leave most of a short answer without drafts.
+_BELIEVED_STEPS, _BELIEVED_GAIN = 8.0, 1.25
 
 
 @dataclass
@@ -52,8 +55,8 @@ class _Rate:
 class _Pause:
     """From drafts that have cost more than they won, for some steps, ever more of them."""
 
-    spent: float = 0.0  # in plain steps, by those that drafted or looked whether to
-    won: float = 0.0  # tokens that these said
+    spent: float = _BELIEVED_STEPS  # in plain steps, by those that drafted or looked whether to
+    won: float = _BELIEVED_STEPS * _BELIEVED_GAIN  # tokens that these said
     length: int = _FIRST_PAUSE
     left: int = 0
 
@@ -180,8 +183,11 @@ class Speculation:
 
     def _learn_cost(self, seconds: float, num_looks: int) -> None:
         if seconds and num_looks:
-            each = seconds / num_looks
-            self._draft_s = 0.8 * self._draft_s + 0.2 * each if self._draft_s else each
+            # The first look reads all of the prompt that counts, and others may have to wait.
+            plain_s = self.costs.plain_s() or 0.0
+            before_s = self._draft_s or self.drafter.share * plain_s
+            each_s = min(seconds / num_looks, HICCUP * before_s) if before_s else seconds
+            self._draft_s = 0.8 * before_s + 0.2 * each_s
 
     def _look_share(self) -> float:
         """What it takes to think of a drafted token, as a multiple of a plain step."""

@@ -24,7 +24,8 @@ from chatkv.model.config import ModelConfig
 from chatkv.model.decoder import Decoder, Layer, LayerWeights
 from chatkv.model.linear import Linear
 from chatkv.model.norm import RmsNorm
-from chatkv.model.quantised_linear import AnyLinear, always_few
+from chatkv.model.quantise import KernelWeight, quantise
+from chatkv.model.quantised_linear import AnyLinear, Product, QuantisedLinear
 from chatkv.model.rope import RopeTable
 from chatkv.model.weights import Weight
 
@@ -39,15 +40,31 @@ def module_config(config: ModelConfig) -> ModelConfig:
 
 
 class SharedHead:
-    """The decoder's head; or, where `vocabulary` [num_ids] of int64 is given, its rows of these."""
+    """The decoder's head; or, where `vocabulary` [num_ids] of int64 is given, its rows of these, in
+    8 bits where they are to be small."""
 
-    def __init__(self, decoder: Decoder, rows: Tensor, vocabulary: Tensor | None) -> None:
+    def __init__(
+        self, decoder: Decoder, rows: Tensor, vocabulary: Tensor | None, is_small: bool = False
+    ) -> None:
         self.rows, self.vocabulary = rows, vocabulary
-        self._linear: AnyLinear = decoder.head if vocabulary is None else Linear(rows[vocabulary])
+        self._linear: AnyLinear = decoder.head
+        if vocabulary is not None:
+            chosen = rows[vocabulary]
+            can_be_small = is_small and chosen.shape[1] % 16 == 0
+            self._linear = _small(chosen) if can_be_small else Linear(chosen)
 
     def __call__(self, normed: Tensor) -> Tensor:
         """[num_rows, hidden_size] → [num_rows, num_ids]."""
         return self._linear(normed)
+
+
+def some_rows(weight: KernelWeight, packed: Product, many: Product) -> int:
+    """`FewRows`: up to what a step may have accepted. Not measured: that would change no answer."""
+    return 8
+
+
+def _small(weight: Tensor) -> AnyLinear:
+    return QuantisedLinear(quantise(weight.float(), "int8"), None, weight.dtype, some_rows)
 
 
 class DraftHead:
@@ -101,7 +118,7 @@ class Module:
         named |= {f"model.layers.0.{n}": w for n, w in weights.items() if _is_layer(n)}
         # The dtype is that of the norms.
         named["model.norm.weight"] = weights["shared_head.norm.weight"]
-        made = LayerWeights(named, torch.device("cpu"), few_rows=always_few)
+        made = LayerWeights(named, torch.device("cpu"), few_rows=some_rows)
 
         def norm(name: str) -> RmsNorm:
             return RmsNorm(made.tensor(f"{name}.weight"), config.norm_eps)

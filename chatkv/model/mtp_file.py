@@ -26,7 +26,8 @@ from chatkv.model.config import ModelConfig
 from chatkv.model.decoder import Decoder
 from chatkv.model.mtp import Foresight, Module, ParallelHead, Predictor, SharedHead, module_config
 from chatkv.model.one_line import one_line
-from chatkv.model.weights import Weight, expected_shapes
+from chatkv.model.quantise import is_quantised, quantise
+from chatkv.model.weights import Weight, dense_weight, expected_shapes
 
 if TYPE_CHECKING:
     from chatkv.model.prepared import PreparedModel
@@ -100,9 +101,15 @@ def read_about(file: Path) -> About:
 
 
 def predictor_from(
-    file: Path, decoder: Decoder, weights: Mapping[str, Weight], files_digest: bytes
+    file: Path,
+    decoder: Decoder,
+    weights: Mapping[str, Weight],
+    files_digest: bytes,
+    is_small: bool = True,
 ) -> Predictor:
-    """What is in `file`, behind `decoder`, whose tensors are `weights`.
+    """What is in `file`, behind `decoder`, whose tensors are `weights`. is_small: matrices are kept
+    in 8 bits. They only guess, which changes no answer, and between two steps of the model none of
+    them is left in the CPU's caches: what a guess takes is reading them.
 
     Raises ModelError for a file that cannot be read, or was made for other weights.
     """
@@ -116,12 +123,15 @@ def predictor_from(
     vocabulary = tensors.get(VOCABULARY)
     if vocabulary is not None:
         vocabulary = _sound_vocabulary(file, vocabulary.long(), config)
-    head = SharedHead(decoder, _head_rows(decoder, weights), vocabulary)
+    head = SharedHead(decoder, _head_rows(decoder, weights), vocabulary, is_small)
     found = Predictor(head, decoder.embedding, window=about.window)
     if about.kind == "modules":
-        return replace(found, modules=_modules(file, tensors, decoder))
-    parts = _parts(file, tensors, head_prefix, head_shapes(config), decoder.dtype)
-    heads = [ParallelHead(part["linear.weight"], part["linear.bias"]) for part in parts]
+        return replace(found, modules=_modules(file, tensors, decoder, is_small))
+    parts = _parts(file, tensors, head_prefix, head_shapes(config), decoder.dtype, False)
+    dense = [
+        [dense_weight(part[f"linear.{name}"]) for name in ("weight", "bias")] for part in parts
+    ]
+    heads = [ParallelHead(weight, bias) for weight, bias in dense]
     return replace(found, heads=heads)
 
 
@@ -139,7 +149,7 @@ def predictor_in_checkpoint(
                     found[name] = opened.get_tensor(name)
     if not found:
         return None
-    modules = _modules(files[0], found, decoder)
+    modules = _modules(files[0], found, decoder, is_small=True)
     head = SharedHead(decoder, _head_rows(decoder, weights), None)
     return Predictor(head, decoder.embedding, modules)
 
@@ -178,7 +188,9 @@ def is_shipped_for(files_digest: bytes) -> bool:
     return file.is_file() and read_about(file).weights == files_digest.hex()
 
 
-def _modules(file: Path, tensors: Mapping[str, Tensor], decoder: Decoder) -> list[Module]:
+def _modules(
+    file: Path, tensors: Mapping[str, Tensor], decoder: Decoder, is_small: bool
+) -> list[Module]:
     config = decoder.config
     parts = _parts(
         file,
@@ -186,6 +198,7 @@ def _modules(file: Path, tensors: Mapping[str, Tensor], decoder: Decoder) -> lis
         lambda number: module_prefix(config, number),
         module_shapes(config),
         decoder.dtype,
+        is_small,
     )
     return [Module(config, part, decoder.rope) for part in parts]
 
@@ -196,9 +209,10 @@ def _parts(
     prefix_of: Callable[[int], str],
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
-) -> list[dict[str, Tensor]]:
+    is_small: bool,
+) -> list[dict[str, Weight]]:
     """The tensors of each module or head, as long as there are any."""
-    found: list[dict[str, Tensor]] = []
+    found: list[dict[str, Weight]] = []
     while any(name.startswith(prefix_of(len(found))) for name in tensors):
         prefix, part = prefix_of(len(found)), {}
         for name, shape in shapes.items():
@@ -210,7 +224,8 @@ def _parts(
                     f"{file}: {prefix}{name} has the shape {list(tensor.shape)}, and the model "
                     f"wants {list(shape)}"
                 )
-            part[name] = tensor.to(dtype)
+            can_be_small = is_small and is_quantised(name) and shape[1] % 16 == 0
+            part[name] = quantise(tensor.float(), "int8") if can_be_small else tensor.to(dtype)
         found.append(part)
     if not found:
         raise ModelError(f"{file} holds nothing that this model could guess with")

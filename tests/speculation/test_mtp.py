@@ -16,9 +16,11 @@ from chatkv.engine.options import SamplingOptions
 from chatkv.engine.sampling import Sampler
 from chatkv.engine.sequence import TokenSequence
 from chatkv.engine.sources import speculation
+from chatkv.model.mtp import DraftHead
+from chatkv.model.mtp_file import predictor_from
 from drafted import ALPHA, pvalue
 from small_engine import CONFIG, Turn, make_engine, make_weights, some_ids
-from small_mtp import Reference, small_predictor
+from small_mtp import DIGEST, Reference, small_predictor, write_mtp
 
 GREEDY = SamplingOptions(temperature=0)
 WILD = SamplingOptions(4.0, top_p=1.0, top_k=0, min_p=0.0)
@@ -147,6 +149,25 @@ def test_a_module_looks_back_on_a_window(engine: Engine, tmp_path: Path) -> None
         seen.append(kv.stop - kv.begin)
     assert min(seen[20:]) >= window
     assert max(seen) <= 2 * window
+
+
+def test_matrices_of_few_bits_guess_nearly_the_same(engine: Engine, tmp_path: Path) -> None:
+    file, weights = tmp_path / "mtp.safetensors", make_weights()
+    write_mtp(file, CONFIG, vocabulary=range(0, 60, 3))
+    made = [
+        predictor_from(file, engine.decoder, weights, DIGEST, is_small=is_small)
+        for is_small in (False, True)
+    ]
+    generator = torch.Generator().manual_seed(1)
+    for num_rows in (1, 3, 20):
+        hidden, embedded = torch.randn(2, num_rows, CONFIG.hidden_size, generator=generator)
+        outs = [
+            ModuleKV(one.modules[0], 32, torch.float32).pass_over(0, hidden, embedded)
+            for one in made
+        ]
+        logits = [DraftHead(one.head)(outs[0]) for one in made]
+        for dense, small in (outs, logits):
+            assert 0 < (dense - small).norm() < 0.05 * dense.norm()
 
 
 @pytest.mark.slow

@@ -56,9 +56,10 @@ def write_mtp(
 def small_predictor(
     file: Path, engine: Engine, weights: dict[str, Tensor], **wanted: object
 ) -> tuple[Predictor, dict[str, Tensor]]:
-    """Random ones behind a small engine, which drafts by them from now on, and their tensors."""
+    """Random ones behind a small engine, which drafts by them from now on, and their tensors, which
+    are kept as they are."""
     tensors = write_mtp(file, engine.decoder.config, **wanted)  # type: ignore[arg-type]
-    predictor = predictor_from(file, engine.decoder, weights, DIGEST)
+    predictor = predictor_from(file, engine.decoder, weights, DIGEST, is_small=False)
     engine.predict_with(Foresight(lambda: predictor))
     assert engine.predictor is predictor  # from now on steps keep what it goes on from
     return predictor, tensors
