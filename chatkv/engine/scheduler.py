@@ -10,8 +10,8 @@ walk through all weights, and through the whole history behind which they stand.
 So a turn reads from top to bottom, a slow reader holds up nobody, and a turn that ends, comes or is
 cancelled changes the next step and nothing else.
 
-A token does not depend on who else is in its step beyond rounding: attention sees one sequence at
-a time, all else is per row; in float32 on a CPU rows agree to the bit in any company.
+A token does not depend on who else is in its step beyond rounding: no sequence sees anything of
+another, all else is per row; in float32 on a CPU rows agree to the bit in any company.
 """
 
 from __future__ import annotations

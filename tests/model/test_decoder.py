@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 import tiny
 from chatkv.engine.pool import BlockPool, Run, RunSpan
 from chatkv.errors import ModelError
+from chatkv.model import batch
 from chatkv.model.catalog import find_model
 from chatkv.model.decoder import Decoder
 from chatkv.model.prepared import prepare
@@ -23,10 +25,12 @@ FLOAT32_TOLERANCE = 1e-4
 Checkpoint = Callable[..., Path]
 
 
-def load(folder: Path, scratch: Path, dtype: str = "float32") -> tuple[Decoder, BlockPool]:
+def load(
+    folder: Path, scratch: Path, dtype: str = "float32", num_blocks: int = 12
+) -> tuple[Decoder, BlockPool]:
     prepared = prepare(find_model(str(folder), scratch), dtype, scratch)  # type: ignore[arg-type]
     decoder = Decoder(prepared.config, load_weights(prepared))
-    return decoder, BlockPool(prepared.config, 12, decoder.dtype, decoder.device)
+    return decoder, BlockPool(prepared.config, num_blocks, decoder.dtype, decoder.device)
 
 
 def token_ids(seed: int = 0, count: int = NUM_TOKENS) -> torch.Tensor:
@@ -106,6 +110,54 @@ def test_sequences_do_not_see_each_other(
         spans.append(RunSpan(pool, run, 0, len(ids)))
     together = decoder.forward(torch.cat([first, second]), spans)
     assert (together - torch.stack(alone)).abs().max() <= FLOAT32_TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "are_grouped"), [("llama3", True), ("mistral", False)])
+def test_answers_of_one_step_attend_as_each_alone(
+    name: str,
+    are_grouped: bool,
+    tiny_checkpoint: Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In float32 to the bit. In bfloat16 those about as long attend together, but where a window
+    hides some: no padding is seen, nor anybody else, and rounding is no worse."""
+    grouped: list[set[int]] = []
+    attend = batch._Alike.attend
+
+    def noted(group: batch._Alike, *tensors: Any) -> torch.Tensor:
+        grouped.append(set(group.numbers))
+        return attend(group, *tensors)
+
+    monkeypatch.setattr(batch._Alike, "attend", noted)
+    lengths = (3, 170, 41, 1, 64, 65, 9, 129)
+    texts = [token_ids(seed, length) for seed, length in enumerate(lengths)]
+    exact, also_exact = last_logits(tiny_checkpoint(name), tmp_path, "float32", texts)
+    assert torch.equal(exact, also_exact) and not grouped
+    alone, together = last_logits(tiny_checkpoint(name), tmp_path, "bfloat16", texts)
+    allowed = 1.3 * (alone.float() - exact).pow(2).mean().sqrt()
+    assert (together.float() - exact).pow(2).mean().sqrt() <= allowed
+    # 170 and 129; 65, 64 and 41; then those that padding costs nothing.
+    assert grouped[:3] == ([{1, 7}, {5, 4, 2}, {0, 3, 6}] if are_grouped else [])
+
+
+def last_logits(
+    folder: Path, scratch: Path, dtype: str, texts: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Behind each text: its last token computed alone, and in one step with the others'."""
+    decoder, pool = load(folder, scratch, dtype, num_blocks=24)
+    pool.kv.fill_(float("nan"))
+    spans = []
+    with torch.inference_mode():
+        for ids in texts:
+            run = Run()
+            pool.reserve(run, len(ids))
+            if len(ids) > 1:
+                decoder.forward(ids[:-1], [RunSpan(pool, run, 0, len(ids) - 1)])
+            spans.append(RunSpan(pool, run, len(ids) - 1, 1))
+        last = torch.stack([ids[-1] for ids in texts])
+        alone = [decoder.forward(last[i : i + 1], spans[i : i + 1]) for i in range(len(texts))]
+        return torch.cat(alone), decoder.forward(last, spans)
 
 
 def test_sharded_weights_are_the_same_model(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
