@@ -33,6 +33,14 @@ def prepare_to_compute() -> None:
         mallopt(_M_ARENA_MAX, max(num_cpus, 2))
 
 
+def give_back() -> None:
+    """Have malloc give what is free to the system. Weights are made by way of large numbers that
+    are needed no more, and what stays lies between the holes: a model of 200 million parameters in
+    int4 took 185 MiB more than it has."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def available_bytes() -> int:
     """Memory that can be had without swapping."""
     with suppress(OSError), open("/proc/meminfo") as lines:

@@ -36,7 +36,7 @@ from chatkv.model.template import ChatTemplate
 from chatkv.model.tokenizer import Tokenizer
 from chatkv.model.weights import TORCH_DTYPES, load_weights
 from chatkv.paths import Folders
-from chatkv.process import available_bytes, prepare_to_compute, resident_bytes
+from chatkv.process import available_bytes, give_back, prepare_to_compute, resident_bytes
 from chatkv.restore.calibration import Calibration
 from chatkv.restore.cost import CostFile, cost_key
 from chatkv.restore.disk import Disk
@@ -366,6 +366,7 @@ class Runtime:
                 config,
                 weights,
                 max_position=self._max_tokens(),
+                on_progress=lambda *_: give_back(),  # layer by layer
                 few_rows=MeasuredRows(self.folders.cache, dtype),
             )
             num_blocks = -(-self._memory_tokens() // BLOCK_TOKENS)

@@ -9,7 +9,7 @@ when the model has computed them, and to those of the draft that it belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +83,13 @@ class ModuleNetwork(nn.Module):
         self._set("mlp.down_proj.weight", least_squares(inner, wanted - x))
         scale = wanted.pow(2).mean(-1).sqrt().mean()
         self._set("shared_head.norm.weight", torch.full_like(wanted[0], float(scale)))
+
+    @torch.no_grad()
+    def go_on_from(self, tensors: Mapping[str, Tensor]) -> None:
+        """Begin with what `tensors` were written for; raises KeyError where one is missing."""
+        prefix = module_prefix(self.config, 0)
+        for name in self.weights:
+            self.weights[name].copy_(tensors[prefix + name.replace("/", ".")].float())
 
     def _set(self, name: str, value: Tensor) -> None:
         self._of(name).copy_(value)

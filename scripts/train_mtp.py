@@ -44,6 +44,9 @@ def main() -> None:
     train.add_argument("--updates", type=int, default=400)
     train.add_argument("--rate", type=float, default=1e-3, help="of learning, at its highest")
     train.add_argument("--vocabulary", type=int, default=4096, help="tokens that are drafted")
+    train.add_argument(
+        "--go-on-from", type=Path, metavar="FILE", help="what was trained before, on other data"
+    )
     train.set_defaults(run=run_train)
     arguments = parser.parse_args()
     if arguments.threads:
@@ -83,7 +86,10 @@ def run_train(arguments: argparse.Namespace) -> None:
     head = embedding if config.tie_embeddings else weights["lm_head.weight"].float()
     checkpoint = arguments.out.with_suffix(".checkpoint")
     chosen = checkpoint.with_suffix(".vocabulary")
-    if chosen.exists():
+    before = read_before(arguments.go_on_from, arguments.kind) if arguments.go_on_from else None
+    if before is not None:
+        vocabulary = before[1].pop(VOCABULARY).long()
+    elif chosen.exists():
         vocabulary = torch.load(chosen, weights_only=True)
     else:
         vocabulary, share = choose_vocabulary(talks, head, arguments.vocabulary)
@@ -96,7 +102,10 @@ def run_train(arguments: argparse.Namespace) -> None:
         last = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
         network = ModuleNetwork(decoder, last)
         if not checkpoint.exists():
-            network.fit([padded([talk], embedding)[:2] for talk in talks])
+            if before is not None:
+                network.go_on_from(before[1])
+            else:
+                network.fit([padded([talk], embedding)[:2] for talk in talks])
             measured = acceptance(network, held_out, embedding, head, vocabulary)
             print(f"right before training: {measured}", file=sys.stderr)
     trainer = Trainer(
@@ -107,17 +116,33 @@ def run_train(arguments: argparse.Namespace) -> None:
     trainer.train()
     measured = acceptance(network, held_out, embedding, head, vocabulary)
     print(f"right on {len(held_out)} other conversations: {measured}")
-    about = About(
-        arguments.kind,
-        prepared.files_digest.hex(),
-        acceptance=measured,
-        trained_on=f"{num_tokens} tokens of answers to made-up questions",
-    )
+    trained_on = f"{num_tokens} tokens of answers to made-up questions"
+    if before is not None:
+        trained_on = f"{before[0].trained_on}; then {trained_on}"
+    digest = prepared.files_digest.hex()
+    about = About(arguments.kind, digest, acceptance=measured, trained_on=trained_on)
     tensors = {name: tensor.bfloat16() for name, tensor in network.tensors().items()}
     tensors[VOCABULARY] = vocabulary.to(torch.int32)
     part = arguments.out.with_suffix(".part")
     save_file(tensors, part, about.to_metadata())
     os.replace(part, arguments.out)
+
+
+def read_before(file: Path, kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """What was trained before: what it tells of itself, and its tensors."""
+    from safetensors.torch import load_file
+
+    from chatkv.errors import ModelError
+    from chatkv.model.mtp_file import VOCABULARY, read_about
+
+    try:
+        about = read_about(file)
+    except ModelError as error:
+        sys.exit(str(error))
+    tensors = load_file(file)
+    if kind != "modules" or about.kind != kind or VOCABULARY not in tensors:
+        sys.exit(f"--go-on-from {file}: only a module that this script has trained goes on")
+    return about, tensors
 
 
 def load(model: str | None, device: str) -> tuple[Any, Any, Any]:

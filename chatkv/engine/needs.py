@@ -15,6 +15,7 @@ from chatkv.engine.pool import BLOCK_TOKENS
 from chatkv.model.config import ModelConfig
 from chatkv.model.linear import has_half_product
 from chatkv.model.quantise import LAYOUTS, Layout, is_quantised
+from chatkv.model.tiled_product import TILE
 from chatkv.model.weights import expected_shapes
 from chatkv.process import resident_bytes
 from chatkv_kernels.linear_quantised import RUN
@@ -85,6 +86,7 @@ def needs_on_cpu(
     weights += _second_form_bytes(config, asked) + _embedding_bytes(config, itemsize, asked)
     work = WORK_BYTES + activation_bytes(config, itemsize, CHUNK_TOKENS, 1)
     needs = _needs(config, itemsize, asked, weights, work, int(free_bytes * share))
+    work += _tile_bytes(config, itemsize, asked)
     needs = replace(needs, work=work + min(needs.kv, MOST_SAVING_BYTES))
     resident = resident_bytes() if resident is None else resident
     return replace(needs, program=resident + PROGRAM_BYTES, resident=resident)
@@ -142,6 +144,15 @@ def _second_form_bytes(config: ModelConfig, asked: Asked) -> int:
         if layout.kind == "int4":  # without the end of its last run
             found -= num_out * (-num_in % RUN) // 2
     return found
+
+
+def _tile_bytes(config: ModelConfig, itemsize: int, asked: Asked) -> int:
+    """What many rows are multiplied by: some outputs of the widest matrix, made dense; from 4 bits
+    by way of float32."""
+    shapes, layouts = expected_shapes(config), _layouts(config, asked)
+    widest = max((shapes[name][1] for name in layouts), default=0)
+    is_int4 = any(layout.kind == "int4" for layout in layouts.values())
+    return TILE * widest * (itemsize + (5 if is_int4 else 0))
 
 
 def _embedding_bytes(config: ModelConfig, itemsize: int, asked: Asked) -> int:

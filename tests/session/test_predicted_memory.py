@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from chatkv.client import ChatRequest, open_chat
 from chatkv.engine import admission
 from chatkv.errors import ModelError
 from chatkv.model.catalog import find_model
+from chatkv.model.linear import packs_on_cpu
 from chatkv.model.prepared import prepare
 from chatkv.paths import folders
 from program import environment
@@ -56,17 +58,24 @@ def run(model: Path, dtype: Any, weights: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_of_a_larger_checkpoint(home: Path, tiny_checkpoint: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("weights", ["full", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_of_a_larger_checkpoint(
+    home: Path, tiny_checkpoint: Callable[..., Path], dtype: str, weights: str
+) -> None:
     """Of 200 million parameters in bfloat16: computed in float32, they are converted."""
     shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
     model = tiny_checkpoint(
         "llama3", dtype="bfloat16", max_position_embeddings=4096, **shape, **heads
     )
-    found = run(model, "float32", "full")
-    # 5 % is the aim; the library's layouts differ between kinds of CPU, and the disk's writer may
-    # be ahead or behind.
-    assert found["peak"] == pytest.approx(found["said"], rel=0.1), found
+    found = run(model, dtype, weights)
+    # Within 5 % where nothing is converted. Else malloc keeps more or less between what was needed
+    # on the way (int4: up to 8 % more than said; float32: up to 8 % less), the library's layouts
+    # differ between kinds of CPU, and the disk's writer may be ahead or behind.
+    is_plain = dtype == "bfloat16" and weights != "int4" and packs_on_cpu(torch.bfloat16)
+    allowed = 0.05 if is_plain else 0.1
+    assert found["peak"] == pytest.approx(found["said"], rel=allowed), found
 
 
 def test_what_is_not_free_is_refused_with_the_numbers(

@@ -25,10 +25,10 @@ def test_what_was_trained_drafts_for_its_model(
 ) -> None:
     model, data, out = str(tiny_checkpoint("smollm")), tmp_path / "data", tmp_path / "mtp.st"
 
-    def run(*arguments: object) -> str:
+    def run(*arguments: object, code: int = 0) -> str:
         command = [sys.executable, str(SCRIPT), "--model", model, *map(str, arguments)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == code, done.stderr
         return done.stderr + done.stdout
 
     run("generate", "--out", data, "--tokens", 1500)
@@ -52,9 +52,16 @@ def test_what_was_trained_drafts_for_its_model(
     drafted = held(model, speculate="mtp")
     assert [ids for _, ids in drafted] == [ids for _, ids in plain]
     assert all(result.speculation.drafted for result, _ in drafted)
+    more = tmp_path / "more.st"
+    said = run("train", "--data", data, "-o", more, "--updates", 10, "--go-on-from", out)
+    assert "right before training" in said and "update 10 of 10" in said
+    assert read_about(more).trained_on.startswith(f"{about.trained_on}; then ")
+    assert load_file(more)["vocabulary"].equal(load_file(out)["vocabulary"])
     heads = tmp_path / "heads.st"
     run("train", "--data", data, "-o", heads, "--kind", "heads", "--updates", 5)
     assert read_about(heads).kind == "heads"
+    said = run(*train, "--go-on-from", heads, code=1)
+    assert said.splitlines()[-1].startswith("--go-on-from ")
     monkeypatch.setenv("CHATKV_MTP", str(heads))
     drafted = held(model, speculate="mtp")
     assert [ids for _, ids in drafted] == [ids for _, ids in plain]
