@@ -17,9 +17,9 @@ _EXPECTED = ((1, 1.15), (8, 1.5))
 # How much of what was known remains with each step that is measured; and how much of what was
 # expected comes back with each plain step, so that what once seemed slow is tried again one day.
 _KEPT = 0.97
+_RETURNS = 0.005
 # What takes so many times as long as expected had to wait for somebody else.
 HICCUP = 2.0
-_RETURNS = 0.005
 
 
 @dataclass

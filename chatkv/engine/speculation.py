@@ -182,12 +182,13 @@ class Speculation:
         return self._rates[kind]
 
     def _learn_cost(self, seconds: float, num_looks: int) -> None:
-        if seconds and num_looks:
-            # The first look reads all of the prompt that counts, and others may have to wait.
-            plain_s = self.costs.plain_s() or 0.0
-            before_s = self._draft_s or self.drafter.share * plain_s
-            each_s = min(seconds / num_looks, HICCUP * before_s) if before_s else seconds
-            self._draft_s = 0.8 * before_s + 0.2 * each_s
+        if not seconds or not num_looks:
+            return
+        each_s = seconds / num_looks
+        before_s = self._draft_s or self.drafter.share * (self.costs.plain_s() or 0.0)
+        if before_s:  # the first look reads all of the prompt that counts, and any may have to wait
+            each_s = 0.8 * before_s + 0.2 * min(each_s, HICCUP * before_s)
+        self._draft_s = each_s
 
     def _look_share(self) -> float:
         """What it takes to think of a drafted token, as a multiple of a plain step."""

@@ -11,8 +11,6 @@ import mmap
 import os
 from contextlib import suppress
 
-import numpy as np
-
 from chatkv_store.page_cache import num_in_memory
 from chatkv_store.page_format import (
     BIG,
@@ -48,6 +46,8 @@ class ValuePages:
     def in_memory(self, key: bytes) -> tuple[int, int] | None:
         """Of the pages of a value: how many are in memory, and how many there are. None where it is
         not found, or shares its page with others, or the system does not tell."""
+        import numpy as np
+
         pages = self.pages(key)
         if pages is None:
             return None
@@ -56,7 +56,7 @@ class ValuePages:
             mapped = mmap.mmap(
                 self._file, num_bytes, access=mmap.ACCESS_READ, offset=pages[0] * self._page_bytes
             )
-        except (OSError, ValueError):  # behind the file's end, or pages smaller than the system's
+        except (OSError, ValueError, OverflowError):  # behind the file's end, or smaller pages
             return None
         with mapped:
             start = np.frombuffer(mapped, np.uint8).ctypes.data
@@ -83,7 +83,7 @@ class ValuePages:
                 page = self._page(number)
                 if META_TAIL.unpack_from(page, at + 2 * DATABASE.size)[1] == txnid:
                     node = self._node(record_at(page, at + DATABASE.size), name)
-                    if node is not None and node[3] & SUBDATABASE:
+                    if node is not None and node[2:] == (DATABASE.size, SUBDATABASE):
                         return record_at(self._page(node[0]), node[1])
             except PagesDamaged:
                 break
@@ -104,7 +104,9 @@ class ValuePages:
 
     def _page(self, number: int) -> bytes:
         if number not in self._read:
-            page = os.pread(self._file, self._page_bytes, number * self._page_bytes)
+            page = b""
+            with suppress(OSError, OverflowError):
+                page = os.pread(self._file, self._page_bytes, number * self._page_bytes)
             if len(page) < self._page_bytes:
                 raise PagesDamaged(f"page {number} is missing")
             self._read[number] = page

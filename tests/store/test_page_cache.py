@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -136,3 +137,28 @@ def test_values_are_found_where_they_lie_without_being_read(tmp_path: Path) -> N
             # Headers are small, and lie with others on a page of the tree.
             small = ValuePages(file.fileno(), txn.id(), size, b"blocks")
             assert small.in_memory(blocks[0].key) is None
+
+
+def test_damaged_pages_are_values_that_are_not_found(tmp_path: Path) -> None:
+    tokens, data = 20 * 64, tmp_path / DATA_FILE
+    with BlockStore(tmp_path) as store:
+        save(store, GROUPED, range(tokens), kv_bits(GROUPED, tokens, seed=3))
+        blocks = store.match(SPACE, range(tokens), GROUPED).blocks
+        with store.env.read() as txn:
+            txnid, size = txn.id(), store.env.page_bytes
+    sound, random, num_lost = data.read_bytes(), Random(1), 0
+    pages = [
+        at
+        for at in range(0, len(sound), size)
+        if sound[at : at + 8] == (at // size).to_bytes(8, "little")
+    ]
+    for _ in range(200):
+        damaged, page = bytearray(sound), random.choice(pages)
+        damaged[page + random.randrange(160 if page < 2 * size else size)] ^= 1 << random.randrange(
+            8
+        )
+        (tmp_path / "damaged").write_bytes(damaged)
+        with (tmp_path / "damaged").open("rb") as file:
+            values = ValuePages(file.fileno(), txnid, size, b"values")
+            num_lost += values.in_memory(value_key(blocks[3].key, 0)) is None
+    assert 0 < num_lost < 200
