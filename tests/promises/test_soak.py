@@ -110,8 +110,10 @@ class Face(threading.Thread):
         if chat.turns and chat.turns[-1].finish_reason != "stop":
             try:
                 chat.resume_reply(greedy(self._rng.randint(2, 12)), Listener())
-            except UsageError:  # its engine was killed, and another face went on with it first
-                if chat.turns and chat.turns[-1].finish_reason != "stop":
+            except UsageError:  # another face went on with it first, which this one has not seen
+                with Conversations(folders().conversations) as conversations:
+                    last = conversations.chain(chat.session)[-1:]
+                if last and last[0].finish_reason not in ("stop", None):
                     raise
 
     def rewind(self, chat: Any) -> None:
