@@ -74,7 +74,7 @@ def run_train(arguments: argparse.Namespace) -> None:
     from mtp_training import STEPS, Trainer, acceptance, choose_vocabulary, padded, read_talks
     from safetensors.torch import save_file
 
-    from chatkv.model.mtp_file import VOCABULARY, About
+    from chatkv.model.mtp_file import VOCABULARY, About, small_tensors
 
     prepared, decoder, weights = load(arguments.model, arguments.device)
     config = decoder.config
@@ -121,7 +121,7 @@ def run_train(arguments: argparse.Namespace) -> None:
         trained_on = f"{before[0].trained_on}; then {trained_on}"
     digest = prepared.files_digest.hex()
     about = About(arguments.kind, digest, acceptance=measured, trained_on=trained_on)
-    tensors = {name: tensor.bfloat16() for name, tensor in network.tensors().items()}
+    tensors = small_tensors(network.tensors())
     tensors[VOCABULARY] = vocabulary.to(torch.int32)
     part = arguments.out.with_suffix(".part")
     save_file(tensors, part, about.to_metadata())
@@ -133,13 +133,13 @@ def read_before(file: Path, kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
     from safetensors.torch import load_file
 
     from chatkv.errors import ModelError
-    from chatkv.model.mtp_file import VOCABULARY, read_about
+    from chatkv.model.mtp_file import VOCABULARY, dense_tensors, read_about
 
     try:
         about = read_about(file)
     except ModelError as error:
         sys.exit(str(error))
-    tensors = load_file(file)
+    tensors = dense_tensors(load_file(file))
     if kind != "modules" or about.kind != kind or VOCABULARY not in tensors:
         sys.exit(f"--go-on-from {file}: only a module that this script has trained goes on")
     return about, tensors

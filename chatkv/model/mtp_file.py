@@ -3,6 +3,7 @@
 A file is safetensors. Its metadata tell the kind, the digest of the model's weight files that it
 was trained on, and what was measured then. Modules have the names of DeepSeek-V3's checkpoints,
 `model.layers.{num_layers + n}.…`; so they are found in a checkpoint that has them itself, too.
+Matrices may be in 8 bits, as `.codes` and `.scales` (quantise.py).
 Others are read from a file whose digest is the model's: any other weights would make poor guesses.
 """
 
@@ -26,7 +27,8 @@ from chatkv.model.config import ModelConfig
 from chatkv.model.decoder import Decoder
 from chatkv.model.mtp import Foresight, Module, ParallelHead, Predictor, SharedHead, module_config
 from chatkv.model.one_line import one_line
-from chatkv.model.quantise import is_quantised, quantise
+from chatkv.model.quantise import from_parts, is_quantised, part_names, quantise, tensors_of
+from chatkv.model.quantised_linear import dequantised
 from chatkv.model.weights import Weight, dense_weight, expected_shapes
 
 if TYPE_CHECKING:
@@ -98,6 +100,30 @@ def read_about(file: Path) -> About:
         return About(kind=metadata["kind"], **json.loads(metadata["about"]))
     except (ValueError, TypeError, KeyError) as error:
         raise ModelError(f"{file} says nothing sound of itself: {one_line(error)}") from error
+
+
+def small_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as they are written: matrices in 8 bits, others in bfloat16."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if is_quantised(name):
+            parts = tensors_of(quantise(tensor.float(), "int8"))
+            found |= dict(zip(part_names(name), parts, strict=False))
+        else:
+            found[name] = tensor.bfloat16()
+    return found
+
+
+def dense_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `small_tensors`, in float32."""
+    found = {n: t for n, t in tensors.items() if not n.endswith((".codes", ".scales"))}
+    for name in tensors:
+        if name.endswith(".codes"):
+            whole = name.removesuffix(".codes")
+            coded = from_parts(tensors, whole, tuple(tensors[name].shape))
+            assert coded is not None, f"{whole} is not what small_tensors has made"
+            found[whole] = dequantised(coded, torch.float32)
+    return found
 
 
 def predictor_from(
@@ -217,6 +243,10 @@ def _parts(
         prefix, part = prefix_of(len(found)), {}
         for name, shape in shapes.items():
             tensor = tensors.get(prefix + name)
+            coded = from_parts(tensors, prefix + name, shape) if len(shape) == 2 else None
+            if tensor is None and coded is not None:
+                part[name] = coded if is_small else dequantised(coded, dtype)
+                continue
             if tensor is None:
                 raise ModelError(f"{file} lacks the tensor {prefix}{name}")
             if tuple(tensor.shape) != shape:

@@ -41,7 +41,7 @@ def test_it_tells_how_often_it_is_right() -> None:
     for rates in (about.acceptance["greedy"], about.acceptance["sampled"]):
         assert len(rates) == 3
         assert all(0 < rate < 1 for rate in rates)
-    assert shipped_file().stat().st_size < 16 << 20
+    assert shipped_file().stat().st_size < 5 << 20
 
 
 @pytest.mark.slow
