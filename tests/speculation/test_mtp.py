@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from chatkv.engine.drafts import Draft, Growth
 from chatkv.engine.engine import Engine
@@ -16,8 +17,9 @@ from chatkv.engine.options import SamplingOptions
 from chatkv.engine.sampling import Sampler
 from chatkv.engine.sequence import TokenSequence
 from chatkv.engine.sources import speculation
+from chatkv.errors import ModelError
 from chatkv.model.mtp import DraftHead
-from chatkv.model.mtp_file import predictor_from
+from chatkv.model.mtp_file import About, predictor_from, small_tensors
 from drafted import ALPHA, pvalue
 from small_engine import CONFIG, Turn, make_engine, make_weights, some_ids
 from small_mtp import DIGEST, Reference, small_predictor, write_mtp
@@ -168,6 +170,25 @@ def test_matrices_of_few_bits_guess_nearly_the_same(engine: Engine, tmp_path: Pa
         logits = [DraftHead(one.head)(outs[0]) for one in made]
         for dense, small in (outs, logits):
             assert 0 < (dense - small).norm() < 0.05 * dense.norm()
+
+
+def test_a_file_of_few_bits_is_what_is_made_of_a_dense_one(engine: Engine, tmp_path: Path) -> None:
+    dense, small, weights = tmp_path / "dense.st", tmp_path / "small.st", make_weights()
+    metadata = About("modules", DIGEST.hex()).to_metadata()
+    rounded = {name: one.bfloat16() for name, one in write_mtp(dense, CONFIG).items()}
+    tensors = small_tensors(rounded)
+    save_file(rounded, dense, metadata)
+    save_file(tensors, small, metadata)
+    hidden, embedded = torch.randn(2, 3, CONFIG.hidden_size, generator=torch.manual_seed(1))
+    outs = []
+    for file in (dense, small):
+        made = predictor_from(file, engine.decoder, weights, DIGEST)
+        outs.append(ModuleKV(made.modules[0], 32, torch.float32).pass_over(0, hidden, embedded))
+    assert torch.equal(*outs)
+    lost = next(name for name in tensors if name.endswith("gate_proj.weight.scales"))
+    save_file({name: one for name, one in tensors.items() if name != lost}, small, metadata)
+    with pytest.raises(ModelError, match=r"lacks the tensor \S*gate_proj\.weight"):
+        predictor_from(small, engine.decoder, weights, DIGEST)
 
 
 @pytest.mark.slow
