@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -45,14 +46,18 @@ def _serve(environment: dict[str, str], listen: Listen) -> None:
     os.umask(0o077)
     os.setsid()
     from chatkv.restore import prefill_worker
-    from chatkv.server import models
+    from chatkv.server import asked, models
     from chatkv.server.process import serve
+    from chatkv.session.turn import TurnOptions
 
     # What a tiny random model finds likeliest is a near tie: in bfloat16 other pieces or other
     # company pick another token, and tests compare whole answers.
     for name in ("STATE_S", "SILENT_S"):  # a prefill worker that is busy is not away
         setattr(prefill_worker, name, 60.0)
     models.choose_dtype = lambda cache, device: "float32"
+    # And it computes as fast as a disk reads: how much is reused would depend on the moment.
+    if listen.prefill_url is None:
+        asked.TurnOptions = partial(TurnOptions, restore="reload")  # type: ignore[misc, assignment]
     serve(folders(), listen=listen)
 
 
