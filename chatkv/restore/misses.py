@@ -39,10 +39,13 @@ def departure_on_disk(match: Match | None, ids: Sequence[int]) -> Departure | No
     last = match.blocks[-1] if match is not None and match.blocks else None
     if last is None or last.num_tokens == last.header.num_tokens:
         return None
-    at = last.start + last.num_tokens
-    if at >= len(ids):
-        return None
-    return Departure(at, ids[at], unpack_ids(last.header.ids)[last.num_tokens], "disk")
+    # The match may end before they differ: what is asked for leaves out the last token of all.
+    there = unpack_ids(last.header.ids)
+    for offset in range(last.num_tokens, min(len(there), len(ids) - last.start)):
+        now = ids[last.start + offset]
+        if now != there[offset]:
+            return Departure(last.start + offset, now, there[offset], "disk")
+    return None
 
 
 def num_missing(stored: Sequence[StoredBlock | None], in_pool: int, history: int) -> int:

@@ -64,6 +64,9 @@ def test_words_part_on_disk_inside_of_a_block(tmp_path: Path) -> None:
         assert departure is not None
         assert (departure.position, departure.token, departure.other) == (70, 1000, 70)
         assert departure_on_disk(store.match(space, ids, LAYOUT), ids) is None
+        # The last token is not asked for, since its logits are wanted: that is no departure.
+        same = ids[:70]
+        assert departure_on_disk(store.match(space, same[:-1], LAYOUT), same) is None
         assert cause(store, space, asked, 70) == "it was deleted"
         other = namespace(b"other weights", b"config", LAYOUT, "lossless")
         store.register(other, {"layout": LAYOUT.to_json(), "model": "m", "codec": "lossless"})
