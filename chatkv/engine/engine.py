@@ -23,6 +23,7 @@ from chatkv.engine.runner import SpanRunner, runner_for
 from chatkv.engine.sampling import Sampler
 from chatkv.engine.scheduler import POLL_S, Cancelled, Scheduler
 from chatkv.engine.sequence import TokenSequence
+from chatkv.engine.shares import is_short
 from chatkv.engine.speculation import Speculation
 from chatkv.errors import ContextFull
 from chatkv.model.decoder import Decoder
@@ -130,6 +131,7 @@ class Engine:
         is_background: bool,
     ) -> Tensor:
         total, since, logits = len(sequence.ids), time.monotonic(), None
+        as_few = arriving is None and is_short(total - sequence.num_cached, total)
 
         def is_over() -> bool:
             is_cancelled = cancelled is not None and cancelled()
@@ -141,7 +143,9 @@ class Engine:
             if self.memory.room.must_give_way(sequence):
                 raise Preempted
             start = sequence.num_cached
-            piece = Piece(sequence, start, total, since, is_background=is_background)
+            piece = Piece(
+                sequence, start, total, since, is_background=is_background, is_short=as_few
+            )
             if arriving is not None:
                 gap = arriving.next_gap(start, total, CHUNK_TOKENS)
                 piece.wait_layer, piece.goes_on = gap.wait_layer, gap.goes_on

@@ -33,6 +33,7 @@ class Piece:
     since: float = 0.0  # when its turn began to prefill
     is_decode: bool = False
     is_background: bool = False
+    is_short: bool = False  # see `shares.is_short`
     wait_layer: Callable[[int], None] | None = None
     front: Piece | None = None
     goes_on: Callable[[int], int] | None = None

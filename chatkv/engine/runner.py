@@ -94,7 +94,7 @@ class SpanRunner:
             self.decoder.advance([ahead, behind], [stop, stop])
 
     def _begin(self, piece: Piece) -> Pass:
-        run, draft = piece.sequence.run, piece.instead if piece.draft else None
+        run, draft = piece.sequence.run, piece.instead if piece.draft or piece.is_short else None
         span = RunSpan(self.pool, run, piece.start, piece.length, piece.wait_layer, draft)
         return self.decoder.begin(torch.tensor(piece.ids, device=self.decoder.device), span)
 

@@ -7,6 +7,7 @@ All functions see one sequence's keys and values as [num_kv_heads, num_tokens, h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +65,12 @@ def _causal_mask(
     )
 
 
+@lru_cache(maxsize=2 * QUERY_TILE)
+def _tile_mask(rows: int, dtype: torch.dtype) -> Tensor:
+    """What a tile's queries see of its own keys, on the CPU: [rows, rows], the same everywhere."""
+    return _causal_mask(rows, rows, 0, None, torch.empty(0, dtype=dtype))
+
+
 def draft_places(num_new: int, instead: Sequence[int]) -> list[int]:
     """How far behind the first of `num_new` tokens each stands: a token, the draft behind it, and
     then one for each of `instead`, that could come instead of the draft's token of that index."""
@@ -78,7 +85,7 @@ def draft_mask(
     window: int | None,
     like: Tensor,
 ) -> Tensor:
-    """Who sees whom, for `draft_attention`: additive, [num_new * group, num_tokens], or of the last
+    """Who sees whom, for `short_attention`: additive, [num_new * group, num_tokens], or of the last
     tokens only where a window hides the others. Tokens are those of `draft_places`: each sees what
     is in front of its place, and itself."""
     seen = num_tokens if window is None else min(num_tokens, window + num_new - 1)
@@ -95,13 +102,13 @@ def draft_mask(
     return mask.masked_fill_(hidden, float("-inf")).repeat_interleave(group, 0)
 
 
-def draft_attention(
+def short_attention(
     queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor
 ) -> Tensor:
-    """What `prefill_attention` computes, in the way of `decode_attention`: for a new token and a
-    draft of a few, whose `draft_mask` is the same in all layers. The heads of a group, those of all
-    new tokens, are rows of one query matrix and share one pass over memory (of 1,000 tokens in
-    bf16, five new ones took twice as long as one has, and four times as long by
+    """What `prefill_attention` computes, in the way of `decode_attention`: for a few new tokens,
+    such as one of an answer and a draft, whose `draft_mask` is the same in all layers. The heads of
+    a group, those of all new tokens, are rows of one query matrix and share one pass over memory
+    (of 1,000 tokens in bf16, five new ones took twice as long as one has, and four times as long by
     `prefill_attention`)."""
     num_new, num_heads, head_dim = queries.shape
     num_kv_heads, group = keys.shape[0], num_heads // keys.shape[0]
@@ -159,8 +166,10 @@ def _prefill_tiled(
         scores = torch.baddbmm(
             shift.expand(-1, -1, seen), query, tile_keys.transpose(1, 2), beta=-1.0
         )
-        border = 0 if window is not None else seen - rows
-        mask = _causal_mask(rows, seen - border, seen - rows - border, window, scores)
+        if window is None:  # everything in front of the tile is seen
+            border, mask = seen - rows, _tile_mask(rows, scores.dtype)
+        else:
+            border, mask = 0, _causal_mask(rows, seen, seen - rows, window, scores)
         scores.view(num_kv_heads, group, rows, seen)[..., border:] += mask
         weighted = torch.bmm(torch.softmax(scores, -1), tile_values)
         out[start:stop].view(rows, num_kv_heads, group, head_dim).copy_(

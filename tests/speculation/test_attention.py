@@ -7,10 +7,10 @@ import torch
 
 from chatkv_kernels.attention import (
     decode_attention,
-    draft_attention,
     draft_mask,
     draft_places,
     prefill_attention,
+    short_attention,
 )
 
 # As for the kernels: sums of a few hundred terms, rounded once.
@@ -31,7 +31,7 @@ def test_it_is_that_of_a_chunk(
         half[:, :num_tokens] = torch.randn(2, num_tokens, 16, generator=generator).to(dtype)
     history = keys[:, :num_tokens], values[:, :num_tokens]
     mask = draft_mask(num_new, num_tokens, (), 3, window, queries)
-    out = draft_attention(queries, *history, 0.25, mask)
+    out = short_attention(queries, *history, 0.25, mask)
     expected = prefill_attention(queries.float(), *(half.float() for half in history), 0.25, window)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance)
@@ -51,7 +51,7 @@ def test_a_token_beside_the_branch_sees_what_is_in_front_of_its_place(
     queries = torch.randn(num_new, 6, 16, generator=generator)
     keys, values = torch.randn(2, 2, history + num_new, 16, generator=generator)
     mask = draft_mask(num_new, history + num_new, instead, 3, window, queries)
-    out = draft_attention(queries, keys, values, 0.25, mask)
+    out = short_attention(queries, keys, values, 0.25, mask)
     for row, place in enumerate(draft_places(num_new, instead)):
         path = [*range(history + place), history + row]
         expected = decode_attention(queries[row], keys[:, path], values[:, path], 0.25, window)
