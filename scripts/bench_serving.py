@@ -54,7 +54,7 @@ class Sizes:
 
 
 QUICK = Sizes(40, 6, 12, 512, 1, (8, SLOTS), (6, SLOTS), 2)
-FULL = Sizes(128, 12, 24, 4096, 1, (4, 8, SLOTS), (4, 6, 8, 12, SLOTS), 4)
+FULL = Sizes(128, 12, 24, 4096, 1, (4, 8, 12, SLOTS), (6, 8, 10, 12, 14, SLOTS), 4)
 RUNNING = 4
 SEED = 20
 
