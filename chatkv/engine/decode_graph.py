@@ -44,12 +44,14 @@ class Row:
     blocks: Sequence[int]  # of the run, up to that of the token
 
     @classmethod
-    def of(cls, piece: Piece) -> Row:
-        sequence, position, sampler = piece.sequence, piece.start, piece.sampler
+    def all_of(cls, piece: Piece) -> list[Row]:
+        """Of a piece's token, and one more for each that is drafted behind it."""
+        sequence, sampler = piece.sequence, piece.sampler
         draws = sampler.draws if sampler is not None else 0
-        return cls(
-            sequence, position, sequence.ids[position], sampler, draws, _blocks(sequence, position)
-        )
+        return [
+            cls(sequence, position, id, sampler, draws, _blocks(sequence, position))
+            for position, id in enumerate(piece.ids, piece.start)
+        ]
 
     def behind(self, row: int) -> Row:
         """The token that follows this one, which is in that row of its launch."""
@@ -71,6 +73,12 @@ class Row:
             and piece.sampler.draws == self.draws
             and list(_blocks(piece.sequence, piece.start)) == list(self.blocks)
         )
+
+
+def is_in_rows(piece: Piece) -> bool:
+    """Whether a recorded step can compute it: a token, and what is drafted behind it in a row."""
+    is_one = len(piece.draft) == piece.length - 1
+    return is_one and not piece.instead and piece.wait_layer is None
 
 
 class Launch:
@@ -131,7 +139,7 @@ class _Inputs:
 
 
 class DecodeGraph:
-    """A pass for up to `size` sequences with one new token each.
+    """A pass for up to `size` new tokens: of so many sequences, or of fewer with drafts.
 
     tokens: int64, at least `size`; on the device, shared by all graphs of a runner: what followed
     in each row of the last launch.

@@ -2,8 +2,9 @@
 
 Over a pool of blocks (`PagedRunner`), a step that decodes and nothing else runs as a recorded graph
 where there is one: a pass of one token launches some hundred kernels, and launching takes longer
-than they do. A graph is recorded for a number of sequences, when it is first needed; a step takes
-the smallest that it fits into, its last rows standing for nothing.
+than they do. A graph is recorded for a number of new tokens, when it is first needed; a step takes
+the smallest that it fits into, its last rows standing for nothing. A drafted token is a row as any
+other, over the same blocks as the token in front of it, whose KV is written before either attends.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from chatkv.engine.decode_graph import DecodeGraph, Launch, Record, Row
+from chatkv.engine.decode_graph import DecodeGraph, Launch, Record, Row, is_in_rows
 from chatkv.engine.device_draws import can_draw
 from chatkv.engine.options import SamplingOptions
 from chatkv.engine.paged import PagedPool
@@ -32,7 +33,7 @@ from chatkv.model.decoder import Decoder, Pass
 # Where a token could not be drawn on the device, since the tail of its distribution counts, the
 # next ones hardly can: for so many steps none is launched ahead.
 PAUSE_STEPS = 16
-# Sequences that the graphs are recorded for; a step of more runs without one.
+# New tokens that the graphs are recorded for; a step of more runs without one.
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -148,8 +149,8 @@ class PagedRunner:
                 parts = with_fronts(pieces)
                 found = dict(zip(parts, by_piece(_on_host(self._pass(parts)), parts), strict=True))
                 return [found[piece] for piece in pieces]
-            rows = list(range(len(pieces)))
-            launch = graph.launch([Row.of(piece) for piece in pieces])
+            rows = [0, *accumulate(piece.length for piece in pieces[:-1])]
+            launch = graph.launch([row for piece in pieces for row in Row.all_of(piece)])
         self._pause = max(0, self._pause - 1)
         if not self._pause and all(piece.may_go_ahead for piece in pieces):
             behind = [launch.rows[row].behind(row) for row in rows]
@@ -164,7 +165,11 @@ class PagedRunner:
                 self._pause = PAUSE_STEPS
         is_drawn = all(piece.token is not None for piece in pieces)
         logits = launch.logits if is_drawn else _on_host(launch.logits)
-        return [logits[row] for row in rows]
+        ends = [row + piece.length for row, piece in zip(rows, pieces, strict=True)]
+        return [
+            logits[row:end] if piece.draft else logits[row]
+            for piece, row, end in zip(pieces, rows, ends, strict=True)
+        ]
 
     def prepare(self) -> None:
         """Compile and record what the first turn will need, so that it waits for neither."""
@@ -176,10 +181,10 @@ class PagedRunner:
         self.pool.release(sequence.run)
 
     def _graph_for(self, pieces: Sequence[Piece]) -> DecodeGraph | None:
-        is_decode = all(piece.length == 1 and piece.wait_layer is None for piece in pieces)
-        if self._record is None or not is_decode or len(pieces) > GRAPH_SIZES[-1]:
+        num_rows = sum(piece.length for piece in pieces)
+        if self._record is None or num_rows > GRAPH_SIZES[-1]:
             return None
-        return self._graph_of(len(pieces))
+        return self._graph_of(num_rows) if all(map(is_in_rows, pieces)) else None
 
     def _graph_of(self, num_rows: int) -> DecodeGraph:
         assert self._record is not None

@@ -21,13 +21,7 @@ from chatkv.engine.paged import PagedPool
 from chatkv.engine.runner import PagedRunner
 from chatkv.engine.sampling import HEAD_TOKENS, Sampler
 from chatkv.engine.sequence import TokenSequence
-from small_engine import Turn, make_engine, some_ids
-
-
-def repeat(step: Any) -> Any:
-    """A recording as a GPU makes it, but that it computes anew each time."""
-    result = step()
-    return result, lambda: result.copy_(step())
+from small_engine import Turn, make_engine, repeat, some_ids
 
 
 def logits_of(rows: int, size: int, seed: int, spread: float) -> Tensor:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import tiny
 from chatkv.engine.engine import Engine
@@ -34,20 +33,19 @@ from chatkv.model.decoder import Decoder
 from chatkv.model.prepared import prepare
 from chatkv.model.weights import expected_shapes, load_weights
 from chatkv_kernels.dispatch import has_kernel
-from small_engine import CONFIG, Turn, answer, make_engine, make_weights, some_ids
+from small_engine import (
+    CONFIG,
+    Turn,
+    answer,
+    make_engine,
+    make_paged,
+    make_weights,
+    repeat,
+    some_ids,
+)
 
 SMALL = ModelConfig("llama", 8, 4, 4, 1, 1, 1, 2, 1e-5, 1e4, 64)
 CPU = torch.device("cpu")
-
-
-def repeat(step: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-    """A recording as a GPU makes it, but that it computes anew each time."""
-    result = step()
-
-    def again() -> None:
-        result.copy_(step())
-
-    return result, again
 
 
 def write(pool: Pool, run: Run, start: int, values: list[float]) -> None:
@@ -151,21 +149,11 @@ def test_a_full_pool_says_what_is_free() -> None:
         pool.reserve(Run(), 2 * BLOCK_TOKENS)
 
 
-def paged(decoder: Decoder, num_blocks: int = 40, with_graphs: bool = False) -> Engine:
-    """An engine over blocks that lie anywhere."""
-    pool = PagedPool(decoder.config, num_blocks, decoder.dtype, decoder.device)
-    pool.kv.fill_(float("nan"))  # what was never written must never be read
-    made = Engine(decoder, pool)
-    if with_graphs:
-        made.runner = PagedRunner(decoder, pool, repeat)
-    return made
-
-
 @pytest.fixture(params=[False, True], ids=["eager", "graphs"])
 def engines(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine]]:
     """One over consecutive blocks, one over blocks that lie anywhere."""
     plain = make_engine()
-    made = paged(plain.decoder, with_graphs=request.param)
+    made = make_paged(plain.decoder, with_graphs=request.param)
     yield plain, made
     plain.close()
     made.close()
@@ -179,7 +167,7 @@ def test_answers_are_those_over_consecutive_blocks(
     config = prepared.config
     decoders = [Decoder(config, load_weights(prepared), fused=fused) for fused in (False, True)]
     plain = Engine(decoders[0], BlockPool(config, 12, torch.float32, CPU))
-    other = paged(decoders[1], 12, with_graphs=True)
+    other = make_paged(decoders[1], 12, with_graphs=True)
     prompts = [[(3 + 7 * i * n) % config.vocab_size for i in range(n)] for n in (1, 64, 150)]
     expected = [answer(plain, ids, 12) for ids in prompts]
     turns = [Turn(lambda ids=ids: answer(other, ids, 12)) for ids in prompts]  # type: ignore[misc]
@@ -258,7 +246,7 @@ def test_threads_that_share_never_write_into_each_others_kv() -> None:
 
 def test_turns_that_are_in_each_others_way_come_back() -> None:
     plain = make_engine()
-    small = paged(plain.decoder, num_blocks=5)
+    small = make_paged(plain.decoder, num_blocks=5)
     expected = [answer(plain, some_ids(n, n), 120) for n in (70, 71)]
     turns = [Turn(lambda n=n: answer(small, some_ids(n, n), 120)) for n in (70, 71)]  # type: ignore[misc]
     assert [turn.result() for turn in turns] == expected
@@ -291,7 +279,7 @@ def test_a_decoder_over_the_kernels_themselves(monkeypatch: pytest.MonkeyPatch) 
     """In Triton's interpreter: what a GPU computes, but for its rounding."""
     pytest.importorskip("triton")
     plain = make_engine()
-    other = paged(Decoder(CONFIG, make_weights(), fused=True), 4, with_graphs=True)
+    other = make_paged(Decoder(CONFIG, make_weights(), fused=True), 4, with_graphs=True)
     ids = some_ids(12, 3)
     expected = answer(plain, ids, 3)
     called: set[str] = set()

@@ -13,10 +13,12 @@ from chatkv.engine.drafts import Draft, Growth
 from chatkv.engine.engine import Engine
 from chatkv.engine.ngram import NgramDrafter
 from chatkv.engine.options import SamplingOptions
+from chatkv.engine.piece import Piece
+from chatkv.engine.runner import GRAPH_SIZES, PagedRunner
 from chatkv.engine.sampling import Sampler
 from chatkv.engine.sequence import TokenSequence
 from chatkv.engine.speculation import Speculation
-from small_engine import Turn, make_engine, some_ids
+from small_engine import Turn, make_engine, make_paged, some_ids
 
 GREEDY = SamplingOptions(temperature=0)
 SAMPLED = SamplingOptions(temperature=0.8)
@@ -25,6 +27,14 @@ SAMPLED = SamplingOptions(temperature=0.8)
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     made = make_engine()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["eager", "graphs"])
+def paged(engine: Engine, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """The same over blocks that lie anywhere, as on a GPU."""
+    made = make_paged(engine.decoder, with_graphs=request.param)
     yield made
     made.close()
 
@@ -222,3 +232,66 @@ def test_answers_of_different_drafts_share_their_steps(engine: Engine) -> None:
     turns = [Turn(turn(number)) for number in range(4)]
     assert [one.result() for one in turns] == alone
     assert engine.scheduler.num_steps - before < 4 * 70
+
+
+# --- over the blocks of a GPU ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("length", [5, 60, 100])
+def test_guesses_change_no_token_on_a_device(
+    engine: Engine, paged: Engine, options: SamplingOptions, length: int
+) -> None:
+    """Where steps are recorded, a drafted token is a row of them."""
+    ids = some_ids(length, length)
+    plain = answer(engine, ids, 90, options)
+    spec = drafting(Oracle(length, plain.tokens))
+    assert answer(paged, ids, 90, options, spec).tokens == plain.tokens
+    assert spec.counts.accepted > 40
+    assert paged.pool.free_blocks == paged.pool.num_blocks
+
+
+def test_steps_with_drafts_are_recorded_ones(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers with drafts of different lengths, beside some without, whose steps go ahead; and
+    what does not fit into the largest recording runs without one."""
+    made = make_paged(engine.decoder, with_graphs=True)
+    assert isinstance(made.runner, PagedRunner)
+    seen: list[tuple[int, int]] = []  # pieces and rows of a step
+    forward, num_eager = made.runner.forward, 0
+
+    def noted(pieces: Sequence[Piece]) -> Sequence[torch.Tensor]:
+        seen.append((len(pieces), sum(piece.length for piece in pieces)))
+        return forward(pieces)
+
+    def eager(pieces: Sequence[Piece]) -> torch.Tensor:
+        nonlocal num_eager
+        num_eager += all(piece.is_decode for piece in pieces)
+        return through(pieces)
+
+    through = made.runner._pass
+    monkeypatch.setattr(made.runner, "forward", noted)
+    monkeypatch.setattr(made.runner, "_pass", eager)
+    prompts = [some_ids(20 + 11 * n, n) for n in range(4)]
+    alone = [answer(engine, ids, 70).tokens for ids in prompts]
+    errs = (None, 4, 50, None)
+
+    def turn(number: int) -> Callable[[], list[int]]:
+        ids, every = prompts[number], errs[number]
+        spec = drafting(Oracle(len(ids), alone[number], every)) if every else None
+        return lambda: answer(made, ids, 70, speculation=spec).tokens
+
+    turns = [Turn(turn(number)) for number in range(4)]
+    assert [one.result() for one in turns] == alone
+    assert any(1 < num_pieces < num_rows for num_pieces, num_rows in seen) and not num_eager
+    largest, ids = GRAPH_SIZES[-1], some_ids(9, 9)
+    sequence = TokenSequence(ids)
+    with made.memory.use(sequence):
+        made.prefill(sequence)
+        made.pool.reserve(sequence.run, 9 + largest)
+        for num_drafted, in_vain in ((largest - 1, 0), (largest, 1)):
+            draft = some_ids(num_drafted, 1)
+            logits = made.scheduler.run(Piece(sequence, 8, 9, is_decode=True, draft=draft))
+            assert logits.shape[0] == 1 + num_drafted and num_eager == in_vain
+    made.close()

@@ -6,10 +6,13 @@ import threading
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from chatkv.engine.engine import Engine, Preempted
 from chatkv.engine.options import SamplingOptions
+from chatkv.engine.paged import PagedPool
 from chatkv.engine.pool import BlockPool
+from chatkv.engine.runner import PagedRunner
 from chatkv.engine.sampling import Sampler
 from chatkv.engine.sequence import TokenSequence
 from chatkv.model.config import ModelConfig
@@ -38,6 +41,26 @@ def make_engine(
 ) -> Engine:
     decoder = Decoder(CONFIG, make_weights(dtype))
     return Engine(decoder, BlockPool(CONFIG, num_blocks, dtype, decoder.device), max_idle_tokens)
+
+
+def repeat(step: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    """A recording as a GPU makes it, but that it computes anew each time."""
+    result = step()
+
+    def again() -> None:
+        result.copy_(step())
+
+    return result, again
+
+
+def make_paged(decoder: Decoder, num_blocks: int = 40, with_graphs: bool = False) -> Engine:
+    """Over blocks that lie anywhere, as on a GPU."""
+    pool = PagedPool(decoder.config, num_blocks, decoder.dtype, decoder.device)
+    pool.kv.fill_(float("nan"))  # what was never written must never be read
+    made = Engine(decoder, pool)
+    if with_graphs:
+        made.runner = PagedRunner(decoder, pool, repeat)
+    return made
 
 
 def some_ids(count: int, seed: int) -> list[int]:
