@@ -31,9 +31,10 @@ from chatkv_kernels.rope import rope
 from chatkv_kernels.rope_write import rope_write
 
 # Up to so many tokens of each, copying the KV of answers that are about as long costs less than a
-# call for each does (bf16, two cores, a layer of SmolLM2: 16 answers of 40 tokens 380 us one by
-# one, 160 together; of 400 tokens 1200 and 960; of 800 the same).
-_ALIKE_TOKENS = 512
+# call for each does (bf16, two cores, a step of 16 answers of SmolLM2: of 60 tokens 41 ms one by
+# one, 35 together; of 200 49 and 43; of 400 61 and 55). Copies want the shared cache: where other
+# machines on the same host had that, 200 tokens took 58 ms and 69, 400 tokens 72 and 98.
+_ALIKE_TOKENS = 256
 _FEW_TOKENS = 64  # so short that padding to it costs nothing
 
 
@@ -183,8 +184,7 @@ class _Alike:
 
     numbers: which of the tokens; slots: [len(numbers) * longest], of all their KV, each padded to
     the longest with its own first; mask: [len(numbers), 1, 1, longest], additive; copies: room for
-    a layer's keys and values, [num_kv_heads, len(numbers) * longest, head_dim] each. Got anew for
-    each layer, its pages would be, too (16 answers of 400 tokens: 53 ms a step instead of 27).
+    keys and values, [num_kv_heads, len(numbers) * longest, head_dim] each, the same in all layers.
     """
 
     numbers: Sequence[int]
