@@ -15,14 +15,15 @@ from chatkv.engine.pool import BLOCK_TOKENS
 from chatkv.model.config import ModelConfig
 from chatkv.model.linear import has_half_product
 from chatkv.model.quantise import LAYOUTS, Layout, is_quantised
-from chatkv.model.tiled_product import TILE
+from chatkv.model.tiled_product import tile_outputs
 from chatkv.model.weights import expected_shapes
 from chatkv.process import resident_bytes
+from chatkv_kernels.attention import QUERY_TILE
 from chatkv_kernels.linear_quantised import RUN
 
 # What a process takes beside what it has when it is asked, in main memory: pages of the library's
 # code, a tokenizer of 49,000 tokens, threads, and what malloc keeps between allocations.
-PROGRAM_BYTES = 80 << 20
+PROGRAM_BYTES = 38 << 20
 # Of a step's work: logits of drawing, blocks of the library's products.
 WORK_BYTES = 27 << 20
 # New KV is copied on its way to the disk, where the writer keeps at most so much of it.
@@ -85,6 +86,8 @@ def needs_on_cpu(
     weights -= _halved_bytes(config, itemsize, asked)
     weights += _second_form_bytes(config, asked) + _embedding_bytes(config, itemsize, asked)
     work = WORK_BYTES + activation_bytes(config, itemsize, CHUNK_TOKENS, 1)
+    if itemsize == 2:  # scores of a tile of queries, as they are made, and their shares
+        work += 3 * itemsize * config.num_heads * QUERY_TILE * asked.context
     needs = _needs(config, itemsize, asked, weights, work, int(free_bytes * share))
     work += _tile_bytes(config, itemsize, asked)
     needs = replace(needs, work=work + min(needs.kv, MOST_SAVING_BYTES))
@@ -148,11 +151,15 @@ def _second_form_bytes(config: ModelConfig, asked: Asked) -> int:
 
 def _tile_bytes(config: ModelConfig, itemsize: int, asked: Asked) -> int:
     """What many rows are multiplied by: some outputs of the widest matrix, made dense; from 4 bits
-    by way of float32."""
+    by way of float32, which leaves a hole as large when the next one is taken."""
     shapes, layouts = expected_shapes(config), _layouts(config, asked)
-    widest = max((shapes[name][1] for name in layouts), default=0)
+    inputs = {shapes[name][1] for name in layouts}
     is_int4 = any(layout.kind == "int4" for layout in layouts.values())
-    return TILE * widest * (itemsize + (5 if is_int4 else 0))
+    numbers = max((tile_outputs(count) * count for count in inputs), default=0)
+    # In 16 bits the library multiplies a copy in a layout of its own; who loads the model, and who
+    # computes with it, keep one each.
+    copies = 2 * itemsize if itemsize == 2 else 0
+    return numbers * (itemsize + (9 if is_int4 else 0) + copies)
 
 
 def _embedding_bytes(config: ModelConfig, itemsize: int, asked: Asked) -> int:

@@ -16,9 +16,15 @@ from chatkv.model.linear import packs_on_cpu
 from chatkv.model.quantise import KernelWeight
 from chatkv_kernels.linear_quantised import Weight4, Weight8, codes_int4
 
-# Outputs of a tile. With fewer, more time goes to calls (64: 1.5x as long), with more, tiles of
-# wide matrices leave the cache.
-TILE = 512
+# Outputs of a tile at most. With fewer, more time goes to calls (64: 1.5x as long), with more, a
+# tile leaves the cache. Where inputs are many, fewer outputs fill it: of 4,096 inputs, 256 are as
+# fast as 512, and take half the memory.
+_MOST_OUTPUTS, _MOST_NUMBERS = 512, 1 << 20
+
+
+def tile_outputs(num_inputs: int) -> int:
+    """Outputs of a tile of a matrix."""
+    return min(_MOST_OUTPUTS, max(_MOST_NUMBERS // num_inputs // 64 * 64, 64))
 
 
 class _Tile4(NamedTuple):
@@ -66,18 +72,19 @@ class TiledProduct:
             numbers = dense.view(groups, 2 * half, width)
             torch.addcmul(scales * -tile.zeros.float(), numbers, scales, out=numbers)
             matrix = numbers.view(-1, width)[: self._num_inputs].to(x.dtype)
-            first = index * TILE
+            first = index * tile_outputs(self._num_inputs)
             torch.mm(x, matrix, out=out[:, first : first + width])
 
 
 def _multiply8(x: Tensor, weight: Weight8, out: Tensor) -> None:
     group, num_inputs = weight.group_size, x.shape[1]
-    room = x.new_empty(min(TILE, len(weight.codes)), num_inputs)
-    for first in range(0, len(weight.codes), TILE):
-        codes = weight.codes[first : first + TILE]
+    tile = tile_outputs(num_inputs)
+    room = x.new_empty(min(tile, len(weight.codes)), num_inputs)
+    for first in range(0, len(weight.codes), tile):
+        codes = weight.codes[first : first + tile]
         matrix = room[: len(codes)].copy_(codes)  # a code is exact in every dtype
         if group:
-            scales = weight.scales[:, first : first + TILE].T.to(x.dtype)
+            scales = weight.scales[:, first : first + tile].T.to(x.dtype)
             matrix *= scales.repeat_interleave(group, 1)[:, :num_inputs]
         torch.mm(x, matrix.T, out=out[:, first : first + len(codes)])
     if not group:
@@ -92,12 +99,12 @@ def _tiles(weight: Weight4) -> list[_Tile4]:
     pairs = low.bitwise_or_(high.bitwise_left_shift_(4)).permute(1, 2, 0)
     scales = weight.scales[:, None]
     zeros = torch.full_like(scales, 8) if weight.zeros is None else weight.zeros[:, None]
-    groups = pairs.shape[0]
+    groups, tile = pairs.shape[0], tile_outputs(weight.num_inputs)
 
     def of_tile(numbers: Tensor, first: int) -> Tensor:
-        return numbers[:groups, :, first : first + TILE].contiguous()
+        return numbers[:groups, :, first : first + tile].contiguous()
 
     return [
         _Tile4(of_tile(pairs, first), of_tile(scales, first), of_tile(zeros, first))
-        for first in range(0, num_outputs, TILE)
+        for first in range(0, num_outputs, tile)
     ]

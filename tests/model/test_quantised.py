@@ -21,7 +21,7 @@ from chatkv.model.linear import HalfLinear, Linear, has_half_product
 from chatkv.model.prepared import PreparedModel, Quantised, prepare
 from chatkv.model.quantise import QuantisedWeight, join, quantise, tensors_of
 from chatkv.model.quantised_linear import QuantisedLinear, cpu_product, dequantised
-from chatkv.model.tiled_product import TILE, TiledProduct
+from chatkv.model.tiled_product import TiledProduct, tile_outputs
 from chatkv.model.weights import load_weights
 from chatkv.session.predictions import TextOnModel
 from chatkv_kernels.linear_quantised import Weight8
@@ -120,13 +120,13 @@ def test_products_agree(kind: Quantised, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", [*KINDS, "int8 in groups"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("inputs", [40, 160])
+@pytest.mark.parametrize("inputs", [40, 160, 16_100])
 def test_many_rows_are_multiplied_with_the_same_numbers(
     kind: Any, dtype: torch.dtype, inputs: int
 ) -> None:
     """Of a matrix of several tiles, the last one narrower, whose inputs are no whole run."""
     generator = torch.Generator().manual_seed(6)
-    rows = torch.randn(2 * TILE + 48, inputs, generator=generator)
+    rows = torch.randn(2 * tile_outputs(inputs) + 48, inputs, generator=generator)
     if kind in KINDS:
         weight = quantise(rows, kind)
     else:
@@ -140,7 +140,7 @@ def test_many_rows_are_multiplied_with_the_same_numbers(
         got.double(),
         wanted,
         rtol=1e-6 if dtype == torch.float32 else 0.01,
-        atol=1e-4 if dtype == torch.float32 else 0.1,
+        atol=(1e-4 if dtype == torch.float32 else 0.1) * max(1, inputs / 160),
     )
 
 

@@ -58,7 +58,7 @@ def run(model: Path, dtype: Any, weights: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["full", "int4"])
+@pytest.mark.parametrize("weights", ["full", "int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_of_a_larger_checkpoint(
     home: Path, tiny_checkpoint: Callable[..., Path], dtype: str, weights: str
@@ -70,11 +70,9 @@ def test_of_a_larger_checkpoint(
         "llama3", dtype="bfloat16", max_position_embeddings=4096, **shape, **heads
     )
     found = run(model, dtype, weights)
-    # Within 5 % where nothing is converted. Else malloc keeps more or less between what was needed
-    # on the way (int4: up to 8 % more than said; float32: up to 8 % less), the library's layouts
-    # differ between kinds of CPU, and the disk's writer may be ahead or behind.
-    is_plain = dtype == "bfloat16" and weights != "int4" and packs_on_cpu(torch.bfloat16)
-    allowed = 0.05 if is_plain else 0.1
+    # Within 5 % in all of 21 runs on a CPU that multiplies in bfloat16. How much malloc keeps
+    # varies by some percent, and the library's layouts and buffers by kind of CPU.
+    allowed = 0.07 if packs_on_cpu(torch.bfloat16) else 0.1
     assert found["peak"] == pytest.approx(found["said"], rel=allowed), found
 
 
@@ -82,7 +80,7 @@ def test_what_is_not_free_is_refused_with_the_numbers(
     home: Path, tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of it is allocated; what would fit is named."""
-    monkeypatch.setattr(admission, "available_bytes", lambda: 80 << 20)
+    monkeypatch.setattr(admission, "available_bytes", lambda: 40 << 20)
     model = str(tiny_checkpoint("llama3"))
     with (
         pytest.raises(ModelError, match=r"full weights needs .* of weights\), and .* are free"),
