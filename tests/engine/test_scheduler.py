@@ -66,6 +66,7 @@ def test_a_step_takes_layers_where_it_has_no_time_for_all(
         if one.length <= 100 and data.draw(st.booleans()):
             layer = data.draw(st.integers(1, num_layers - 1))
             one.passing = Pass(None, torch.empty(0), layer)  # type: ignore[arg-type]
+        one.is_short = one.length <= LEAST_SLICE and data.draw(st.booleans())
     begun = {one: one.stop for one in pieces if one.passing is not None}
     batch = divide(pieces, tokens, num_layers)
     assert len(set(batch)) == len(batch) and bool(batch) is bool(pieces)
@@ -77,7 +78,21 @@ def test_a_step_takes_layers_where_it_has_no_time_for_all(
     done = sum(one.work(num_layers) for one in batch)
     half_a_layer = sum(one.length / num_layers / 2 for one in batch)
     is_least = len(batch) == 1 and batch[0].until == batch[0].layer + 1
-    assert done <= tokens + half_a_layer + 1e-6 or is_least
+    # One that is short is not left half done.
+    finished = [one.work(num_layers) for one in batch if one.is_short and one.until == num_layers]
+    over = max(finished, default=0) / 2
+    assert done <= tokens + over + half_a_layer + 1e-6 or is_least
+
+
+def test_a_short_prefill_is_not_left_half_done() -> None:
+    short, other = piece(20, since=1.0), piece(20, since=2.0)
+    short.is_short = other.is_short = True
+    assert divide([other, short], 20, 10) == [short, other]
+    assert (short.until, other.until) == (10, 5)  # each had time for a half
+    for one in (short, other):
+        one.until = None
+    assert divide([other, short], 8, 10)[0] is short
+    assert short.until is not None and short.until < 10
 
 
 # --- steps ------------------------------------------------------------------------------------
