@@ -152,6 +152,8 @@ class Engine:
                 if gap.behind is not None:
                     piece.front = Piece(sequence, gap.start, gap.stop)
                 piece.start, piece.stop = gap.behind or gap[:2]
+                # As where all of it was there before: the same bits.
+                piece.is_short = piece.stop == total and is_short(total - piece.start, total)
                 if gap.behind is not None or gap.wait_layer is None:
                     sequence.num_cached = gap.start  # else that is not there yet
             try:
