@@ -349,7 +349,10 @@ def test_a_session_longer_than_the_cap_keeps_later_blocks_and_does_not_thrash(
     blocks = chain(SMALL, [1] * 300 * B, kv_bits(SMALL, 300 * B))
     evicted = []
     budget = Budget(LOCK_BYTES + (1 << 19))
-    with BlockStore(tmp_path / "kv", budget=budget, conversations=conversations) as store:
+    # By a clock that stands still no ranking is slow, and none is left out to rest.
+    with BlockStore(
+        tmp_path / "kv", budget=budget, conversations=conversations, clock=lambda: 0.0
+    ) as store:
         store.register(SPACE, {"model": "Tiny", "layout": SMALL.to_json()})
         for _ in range(2):
             for block in blocks:
