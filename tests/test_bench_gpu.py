@@ -3,28 +3,20 @@ that what is wrong with it shows here and not on a machine that is there for min
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+from benches import bench_script
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    with monkeypatch.context() as patch:
-        patch.delitem(sys.modules, "bench_common", raising=False)
-        import bench_gpu
-
-        yield bench_gpu
-    for name in ("bench_gpu", "bench_common", "gpu_figures", "gpu_rig", "gpu_storage"):
-        sys.modules.pop(name, None)
+def bench() -> Iterator[Any]:
+    with bench_script("bench_gpu") as bench:
+        yield bench
 
 
 @pytest.mark.slow

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+from benches import bench_script
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    with monkeypatch.context() as patch:
-        patch.delitem(sys.modules, "bench_common", raising=False)
-        import bench_serving
-
-        yield bench_serving
-    for name in ("bench_serving", "bench_common", "traces"):
-        sys.modules.pop(name, None)
+def bench() -> Iterator[Any]:
+    with bench_script("bench_serving") as bench:
+        yield bench
 
 
 @pytest.mark.parametrize(

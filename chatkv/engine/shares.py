@@ -34,7 +34,7 @@ def divide(prefills: Sequence[Piece], tokens: float, num_layers: int = 1) -> lis
 
     Pieces are cut to their parts, or where a pass may stop between `num_layers` layers, go through
     the number of them that comes nearest: a token through all is worth one through each. One gets a
-    layer at least.
+    layer at least, and one that is short may get twice its share (`_finish`).
     """
     shares: dict[Piece, float] = {}
 

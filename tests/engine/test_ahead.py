@@ -17,11 +17,10 @@ from chatkv.engine.decode_graph import DecodeGraph, Launch
 from chatkv.engine.device_draws import ROWS, can_draw, draw_rows, settings_of
 from chatkv.engine.engine import Engine
 from chatkv.engine.options import SamplingOptions
-from chatkv.engine.paged import PagedPool
 from chatkv.engine.runner import PagedRunner
 from chatkv.engine.sampling import HEAD_TOKENS, Sampler
 from chatkv.engine.sequence import TokenSequence
-from small_engine import Turn, make_engine, repeat, some_ids
+from small_engine import Turn, make_engine, make_paged, some_ids
 
 
 def logits_of(rows: int, size: int, seed: int, spread: float) -> Tensor:
@@ -102,10 +101,7 @@ def test_what_needs_more_than_a_look_at_the_largest_is_left_to_the_sampler() -> 
 def engines() -> Iterator[tuple[Engine, Engine]]:
     """One that draws on the host, and one whose steps run ahead."""
     plain = make_engine()
-    pool = PagedPool(plain.decoder.config, 40, torch.float32, torch.device("cpu"))
-    pool.kv.fill_(float("nan"))  # what was never written must never be read
-    ahead = Engine(plain.decoder, pool)
-    ahead.runner = PagedRunner(plain.decoder, pool, repeat)
+    ahead = make_paged(plain.decoder, with_graphs=True)
     yield plain, ahead
     plain.close()
     ahead.close()

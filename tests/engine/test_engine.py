@@ -67,7 +67,7 @@ def check(made: Sequence[int], length: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_answers_beside_others_are_those_of_a_turn_alone(dtype: torch.dtype) -> None:
     engine = make_engine(dtype=dtype)
-    lengths = [1, 2, 17, 63, 64, 65, 130, 200]
+    lengths = [1, 2, 17, 63, 64, 65, 130, 200, 300]
     turns = [
         Turn(lambda n=n: answer(engine, some_ids(n, n), 20 + n % 7))  # type: ignore[misc]
         for n in lengths
@@ -119,10 +119,8 @@ def test_a_prompt_read_layer_by_layer_changes_no_token(dtype: torch.dtype) -> No
         check(made, n, dtype)
 
 
-def test_few_tokens_attend_in_one_call_however_they_are_computed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Whether they do depends on the prompt alone: not on the steps that it takes."""
+def test_few_tokens_attend_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that a step would cut does not, nor what is left of it."""
     attended: list[int] = []
     short_attention = batch.short_attention
 
@@ -133,9 +131,23 @@ def test_few_tokens_attend_in_one_call_however_they_are_computed(
     monkeypatch.setattr(batch, "short_attention", noted)
     for length, calls in ((1, []), (2, [2]), (32, [32]), (33, [])):
         engine = make_engine(dtype=torch.float32)
+        engine.scheduler.budget.max_stall = 1.0001  # beside an answer, a slice at a time
+        beside, is_over = threading.Event(), threading.Event()
+        running = Turn(
+            lambda engine=engine, beside=beside, is_over=is_over: answer(  # type: ignore[misc]
+                engine,
+                [5],
+                900,
+                on_token=lambda token: beside.set(),
+                cancelled=is_over.is_set,
+            )
+        )
+        assert beside.wait(60)
         sequence = TokenSequence(some_ids(length, length))
         with engine.memory.use(sequence):
             engine.prefill(sequence)
+        is_over.set()
+        running.result()
         engine.close()
         assert attended == calls * CONFIG.num_layers
         attended.clear()
