@@ -71,8 +71,8 @@ def test_of_a_larger_checkpoint(
     )
     found = run(model, dtype, weights)
     # Within 5 % in all of 21 runs on a CPU that multiplies in bfloat16. Where weights are converted
-    # on the way, what malloc keeps between varies by some percent; the library's layouts and buffers
-    # do by kind of CPU.
+    # on the way, what malloc keeps between varies by some percent; layouts and buffers of the
+    # library differ between kinds of CPU.
     is_plain = dtype == "bfloat16" and weights == "full"
     allowed = 0.1 if not packs_on_cpu(torch.bfloat16) else 0.05 if is_plain else 0.07
     assert found["peak"] == pytest.approx(found["said"], rel=allowed), found
